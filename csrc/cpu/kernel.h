@@ -1,0 +1,188 @@
+// What every kernel file of the CPU starts with.
+//
+// setup.py compiles each <op>.cpp once per instruction set, with KVBACKEND_ISA naming the namespace that the code then
+// lives in: plain, avx2, avx512. So the same loops exist several times, vectorized differently, and nothing compiled
+// for a newer CPU can be reached on an older one. Only the plain build registers the op, with the variant that isa()
+// chose when the library was loaded: KVBACKEND_REGISTER(op), last in the file.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../common/check.h"
+
+namespace kvbackend {
+
+enum class Isa { plain, avx2, avx512 };
+Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the lower one KVBACKEND_CPU_ISA names
+
+}  // namespace kvbackend
+
+#if defined(KVBACKEND_X86)
+#define KVBACKEND_DECLARE_VARIANTS(op)         \
+  namespace kvbackend::avx2 {                  \
+  extern decltype(kvbackend::plain::op) op;    \
+  }                                            \
+  namespace kvbackend::avx512 {                \
+  extern decltype(kvbackend::plain::op) op;    \
+  }
+#define KVBACKEND_IMPL(m, op)                                                                      \
+  kvbackend::isa() == kvbackend::Isa::avx512 ? m.impl(#op, TORCH_BOX(&kvbackend::avx512::op))      \
+  : kvbackend::isa() == kvbackend::Isa::avx2 ? m.impl(#op, TORCH_BOX(&kvbackend::avx2::op))        \
+                                             : m.impl(#op, TORCH_BOX(&kvbackend::plain::op))
+#else
+#define KVBACKEND_DECLARE_VARIANTS(op)
+#define KVBACKEND_IMPL(m, op) m.impl(#op, TORCH_BOX(&kvbackend::plain::op))
+#endif
+
+#if defined(KVBACKEND_REGISTERS)
+#define KVBACKEND_REGISTER(op)       \
+  KVBACKEND_DECLARE_VARIANTS(op)     \
+  STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_IMPL(m, op); }
+#else
+#define KVBACKEND_REGISTER(op)
+#endif
+
+namespace kvbackend::KVBACKEND_ISA {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// --------------------------------------------------------------------------------------------------------- scalars
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(bf16 value) { return bits_to_float(static_cast<uint32_t>(value.bits) << 16); }
+
+// Exponent and mantissa as a tiny float, scaled up by 2^112: exact for subnormals too; infinity and NaN are put back.
+inline float to_float(fp16 value) {
+  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
+  uint32_t bits = float_to_bits(bits_to_float(magnitude) * bits_to_float(0x77800000));
+  bits |= magnitude >= 0x0f800000 ? 0x7f800000 : 0;
+  return bits_to_float(bits | static_cast<uint32_t>(value.bits & 0x8000) << 16);
+}
+
+template <class T>
+T from_float(float value);
+
+template <>
+inline float from_float<float>(float value) {
+  return value;
+}
+
+template <>
+inline bf16 from_float<bf16>(float value) {  // round to nearest even; NaN stays NaN
+  const uint32_t bits = float_to_bits(value);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return {static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded)};
+}
+
+template <>
+inline fp16 from_float<fp16>(float value) {  // round to nearest even; too large becomes infinity
+  const uint32_t sign = float_to_bits(value) & 0x80000000;
+  const uint32_t bits = float_to_bits(value) ^ sign;
+  uint32_t half;
+  if (bits >= 0x47800000) {  // at least 2^16, infinity or NaN
+    half = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
+  } else if (bits < 0x38800000) {  // a subnormal half: let the float adder round, at 2^-24
+    half = float_to_bits(bits_to_float(bits) + 0.5f) - 0x3f000000;
+  } else {
+    half = (bits + 0xc8000fff + ((bits >> 13) & 1)) >> 13;
+  }
+  return {static_cast<uint16_t>(half | sign >> 16)};
+}
+
+// Call function(T{}) with the C++ type of a dtype.
+template <class F>
+void with_dtype(const Tensor& tensor, const char* name, F&& function) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return function(float{});
+    case ScalarType::BFloat16:
+      return function(bf16{});
+    case ScalarType::Half:
+      return function(fp16{});
+    default:
+      KVBACKEND_CHECK(false, name, " is ", torch::headeronly::toString(tensor.scalar_type()),
+                      "; the CPU kernels take float32, bfloat16 and float16: convert it");
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------ rows
+
+// A row of numbers, `stride` elements apart, to and from consecutive floats.
+template <class T>
+inline void load_row(const T* row, int64_t stride, int64_t size, float* out) {
+  if (stride == 1) {
+    for (int64_t i = 0; i < size; ++i) out[i] = to_float(row[i]);
+  } else {
+    for (int64_t i = 0; i < size; ++i) out[i] = to_float(row[i * stride]);
+  }
+}
+
+template <class T>
+inline void store_row(const float* in, int64_t size, T* row, int64_t stride) {
+  if (stride == 1) {
+    for (int64_t i = 0; i < size; ++i) row[i] = from_float<T>(in[i]);
+  } else {
+    for (int64_t i = 0; i < size; ++i) row[i * stride] = from_float<T>(in[i]);
+  }
+}
+
+// Integers in int32 or int64, as int64.
+class Ids {
+ public:
+  Ids(const Tensor& tensor, const char* name) : stride_(tensor.dim() ? tensor.stride(tensor.dim() - 1) : 1) {
+    const bool wide = tensor.scalar_type() == ScalarType::Long;
+    KVBACKEND_CHECK(wide || tensor.scalar_type() == ScalarType::Int, name, " is ",
+                    torch::headeronly::toString(tensor.scalar_type()), "; it must be int32 or int64: convert it");
+    (wide ? wide_ : static_cast<const void*&>(narrow_)) = tensor.const_data_ptr();
+  }
+
+  int64_t operator[](int64_t i) const {
+    return wide_ ? static_cast<const int64_t*>(wide_)[i * stride_] : static_cast<const int32_t*>(narrow_)[i * stride_];
+  }
+
+ private:
+  const void* wide_ = nullptr;
+  const void* narrow_ = nullptr;
+  int64_t stride_;
+};
+
+// How many items a thread should at least take, for items of that many bytes touched.
+inline int64_t grain(int64_t item_bytes, int64_t thread_bytes = 1 << 16) {
+  return std::max<int64_t>(1, thread_bytes / std::max<int64_t>(1, item_bytes));
+}
+
+}  // namespace kvbackend::KVBACKEND_ISA

@@ -1,0 +1,101 @@
+"""Backends: one folder each, here or in an installed package with an entry point in group `kvbackend.backends`.
+
+A backend's package says which torch device type it serves (`DEVICE`), in which order it is asked (`ORDER`, lower
+first), and what this machine lacks for it (`missing()` yields reasons). Each op that it has a kernel for is one
+module of the op's name:
+
+    def unsupported(<the arguments it reads>, **_):  yields every reason why it cannot take this call
+    def run(<the op's arguments>):                   does it
+
+The module's existence is the registration.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Protocol
+
+REFERENCE = "reference"  # every op's own body: serves every device, asked last
+ENTRY_POINT_GROUP = "kvbackend.backends"
+
+
+class Adapter(Protocol):
+    """What a backend's op module holds."""
+
+    unsupported: Callable[..., Iterable[str]]
+    run: Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A folder of kernels for one device type."""
+
+    name: str
+    package: str
+    device: str | None  # torch device type; None: it failed to import, so it is shown for every device
+    order: int
+    _missing: Callable[[], Iterable[str]]
+
+    def missing(self) -> tuple[str, ...]:
+        """Why this machine cannot use the backend at all; asked once per process."""
+        return _missing_once(self)
+
+    def adapter(self, op_name: str) -> Adapter | None:
+        """The backend's module for an op, or None where it has no kernel for it."""
+        return _adapter(self.package, op_name)
+
+
+@cache
+def _missing_once(backend: Backend) -> tuple[str, ...]:
+    return tuple(backend._missing())
+
+
+@cache
+def _adapter(package: str, op_name: str) -> ModuleType | None:
+    name = f"{package}.{op_name}"
+    try:
+        found = find_spec(name)
+    except ModuleNotFoundError:  # the package itself cannot be imported: `_load` made that a reason
+        return None
+    return import_module(name) if found else None
+
+
+@cache
+def registered() -> dict[str, Backend]:
+    """All backends by name, in the order in which they are asked."""
+    packages = {
+        module.name: f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__) if module.ispkg
+    }
+    packages.update({point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)})
+    found = sorted((_load(name, package) for name, package in packages.items()), key=lambda b: (b.order, b.name))
+    return {backend.name: backend for backend in found}
+
+
+def serving(device_type: str) -> list[Backend]:
+    """The backends of a torch device type, in the order in which they are asked."""
+    return [backend for backend in registered().values() if backend.device in (device_type, None)]
+
+
+def names() -> list[str]:
+    """What may be chosen explicitly."""
+    return [*registered(), REFERENCE]
+
+
+def _load(name: str, package: str) -> Backend:
+    try:
+        module = import_module(package)
+    except ImportError as error:  # an installed plugin's fault must not take the other backends away
+        reason = f"backend package {package} cannot be imported ({error})"
+
+        def broken() -> Iterator[str]:
+            yield f"{reason}: reinstall or remove the package that provides it"
+
+        return Backend(name, package, None, 1 << 30, broken)
+    return Backend(name, package, module.DEVICE, module.ORDER, module.missing)

@@ -1,0 +1,11 @@
+from ... import native
+from ...ops import registry
+from . import takes
+
+op = registry["reshape_and_cache"]
+run = native.kernel(op)
+
+
+def unsupported(key, **_):
+    yield from native.missing(op, "cpu")
+    yield from takes.floats(key=key)

@@ -1,0 +1,7 @@
+"""Paged caches: a pool of blocks, and sequences that append, fork, truncate and free over it."""
+
+from .layers import GqaLayer, GqaPages, MlaLayer, MlaPages
+from .paged import PagedCache
+from .pool import BlockPool, OutOfBlocks
+
+__all__ = ["BlockPool", "GqaLayer", "GqaPages", "MlaLayer", "MlaPages", "OutOfBlocks", "PagedCache"]

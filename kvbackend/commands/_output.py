@@ -1,0 +1,38 @@
+"""What commands share: one JSON document on stdout, or a table; progress and remarks on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .. import __version__
+
+
+def print_json(command: str, document: dict[str, Any]) -> None:
+    """The one document of `--json`, with its schema and version in front."""
+    head = {"schema": f"kvbackend-{command}/1", "version": __version__}
+    json.dump(head | document, sys.stdout, indent=1, ensure_ascii=False)
+    print()
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
+    """A table: with rich where it is installed, else in plain columns."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        widths = [max(len(row[i]) for row in [list(columns), *texts]) for i in range(len(columns))]
+        for row in [list(columns), *texts]:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    table = Table(*columns, title=title, title_justify="left")
+    for row in texts:
+        table.add_row(*(Text(cell) for cell in row))
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width: do not cut cells
+        console = Console(width=200)
+    console.print(table)

@@ -1,0 +1,45 @@
+"""Messages that remember the sentence they were made from, so that they can be shown in another language."""
+
+from typing import Any, Dict, Iterable
+
+
+class Text(str):
+    """A finished English message that keeps its template and parameters."""
+
+    template: str
+    params: Dict[str, Any]
+
+    def translate(self, table: Dict[str, str]) -> str:
+        """The message in the language of `table` (English template -> template), in English where it has none."""
+        params = {name: translated(value, table) for name, value in self.params.items()}
+        template = table.get(self.template, self.template)
+        return template.format(**params) if params else template
+
+
+class Joined(Text):
+    """Several messages in a row, each translated on its own."""
+
+    def translate(self, table: Dict[str, str]) -> str:
+        return self.template.join(translated(part, table) for part in self.params.values())
+
+
+def say(template: str, **params: Any) -> Text:
+    """Fill `template` with `params`; without parameters the template is the message, braces and all."""
+    text = Text(template.format(**params) if params else template)
+    text.template, text.params = template, params
+    return text
+
+
+def join(parts: Iterable[str], separator: str = ", ") -> Joined:
+    """The non-empty `parts` as one message."""
+    kept = [part for part in parts if part]
+    text = Joined(separator.join(kept))
+    text.template, text.params = separator, dict(enumerate(kept))
+    return text
+
+
+def translated(value: Any, table: Dict[str, str]) -> Any:
+    """`value` through `table`: a `Text` by its template, a plain string as a whole, anything else unchanged."""
+    if isinstance(value, Text):
+        return value.translate(table)
+    return table.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,145 @@
+"""What every op promises on every backend: the op's samples, run and compared with the reference.
+
+`kvbackend matrix` prints the cells; the contract test asserts them. A cell is one op, backend, device, dtype and
+sample: `pass`, `refused` (with the backend's reasons), or `fail` (with the error).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .backends import REFERENCE
+from .dispatch import use
+from .errors import UnsupportedError
+from .ops import registry
+from .spec import Op
+
+# The largest difference from the reference, relative to the largest magnitude in the result. Both sides round the
+# result to its dtype, so they may differ by one unit in the last place of the largest element, 2^-7 (bfloat16) and
+# 2^-10 (float16). In float32 the order of summation differs: a few units of 2^-24 for sums of some hundred terms.
+# Whatever is no float must match to the bit.
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-12}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The verdict on one op, backend, device, dtype and sample."""
+
+    op: str
+    backend: str
+    device: str
+    dtype: str
+    format: str
+    sample: str
+    status: str
+    reasons: tuple[str, ...] = ()
+    max_error: float | None = None
+    evidence: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def cells(
+    ops: Iterable[str] | None = None,
+    only_backends: Iterable[str] | None = None,
+    device: str = "cpu",
+    dtypes: Iterable[torch.dtype] = DTYPES,
+) -> Iterator[Cell]:
+    """Walk ops x backends of the device x dtypes x samples, in the registry's order."""
+    kind = torch.device(device).type
+    names = [*(backend.name for backend in backends.serving(kind)), REFERENCE]
+    for op_name in ops or registry:
+        for backend in names:
+            if only_backends is None or backend in only_backends:
+                for dtype in dtypes:
+                    for sample, args in registry[op_name].make_samples(device, dtype):
+                        yield run_cell(registry[op_name], backend, device, dtype, sample, args)
+
+
+def run_cell(op: Op, backend: str, device: str, dtype: torch.dtype, sample: str, args: Mapping[str, Any]) -> Cell:
+    """Run one sample on one backend. Backends are judged by the reference, the reference by itself in float64."""
+    about = op.name, backend, device, str(dtype).removeprefix("torch."), str(args.get("kv_format", "auto")), sample
+    evidence = f"contract sample, in process, torch {torch.__version__}"
+    got = copy_arguments(args)
+    wanted = in_float64(op, args) if backend == REFERENCE else copy_arguments(args)
+    want = flat_results(op, op.reference(**op.bind((), wanted)), wanted)
+    try:
+        with use(backend, ops=op.name):
+            result = op(**got)
+    except UnsupportedError as error:
+        reasons = tuple(line.strip() for line in str(error).splitlines()[1:-1])
+        return Cell(*about, "refused", reasons)
+    except Exception as error:  # whatever it is, it is this cell's verdict
+        return Cell(*about, "fail", (f"{type(error).__name__}: {error}",), None, evidence)
+    faults, largest = [], 0.0
+    for name, tensor in flat_results(op, result, got).items():
+        error = difference(tensor, want[name].to(tensor.dtype))
+        largest = max(largest, error)
+        allowed = 0.0 if op.exact else TOLERANCES.get(tensor.dtype, 0.0)
+        if not error <= allowed:
+            faults.append(f"{name} differs from the reference by {error:.3g} of its largest value; allowed {allowed:.3g}")
+    faults += [
+        f"{name} was written, but the op does not declare it"
+        for name, value in got.items()
+        if isinstance(value, Tensor) and name not in op.mutates and difference(value, args[name])
+    ]
+    return Cell(*about, "fail" if faults else "pass", tuple(faults), largest, evidence)
+
+
+def in_float64(op: Op, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the arguments, in float64 where the op takes that: what an exact reference would see."""
+    takes = {array.name for array in op.arrays if torch.float64 in array.dtypes}
+    copies = copy_arguments(args)
+    return {name: value.double() if name in takes and value is not None else value for name, value in copies.items()}
+
+
+def flat_results(op: Op, result: Any, args: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a call gave back and what it wrote, by name."""
+    outputs = () if result is None else result if isinstance(result, tuple) else (result,)
+    named = {f"output {i}": tensor for i, tensor in enumerate(outputs)}
+    return named | {name: args[name] for name in op.mutates if args.get(name) is not None}
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    """The largest difference relative to the largest finite magnitude; NaN and infinities must be where they should."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    finite = want.isfinite()
+    if not torch.equal(got[~finite].nan_to_num(7.0), want[~finite].nan_to_num(7.0)) or not got[finite].isfinite().all():
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    return float((got[finite] - want[finite]).abs().max() / want[finite].abs().max().clamp(min=1e-30))
+
+
+def copy_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies with the same strides, offsets and sharing of storage: a fused cache stays fused."""
+    storages: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in storages or tensor.numel() == 0:
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            whole.set_(storage.clone())  # type: ignore[call-overload]
+            storages[storage.data_ptr()] = whole
+        whole = storages[storage.data_ptr()].view(tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return {name: copy(value) if isinstance(value, Tensor) else value for name, value in args.items()}
+
+
+def summarize(found: Iterable[Cell]) -> dict[str, int]:
+    """How many cells have each status."""
+    counts = dict.fromkeys(("pass", "refused", "fail", "untested"), 0)
+    for cell in found:
+        counts[cell.status] += 1
+    return counts

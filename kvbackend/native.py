@@ -1,0 +1,82 @@
+"""The compiled kernels: one library per device, loaded when a backend first asks, every failure a reason.
+
+A library implements ops of the namespace `kvbackend_native`, whose schemas `spec.py` declares. Kernels registered
+through libtorch's stable ABI are boxed, and torch compares the number of their arguments only, so each library
+carries the schemas that it was built for (`kvbackend_stamp`) and an op whose schema has changed since is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .spec import NATIVE_NAMESPACE
+
+if TYPE_CHECKING:
+    from .spec import Op
+
+FOLDER = Path(__file__).parent / "_lib"
+MIN_TORCH = (2, 10)  # TORCH_TARGET_VERSION of the libraries (setup.py)
+
+
+@dataclass(frozen=True)
+class DeviceLibrary:
+    """One loaded library, or why it is not there."""
+
+    schemas: dict[str, str] = field(default_factory=dict)  # op -> the schema its kernel was built for
+    reason: str | None = None
+
+
+@cache
+def library(device: str) -> DeviceLibrary:
+    """Load `_lib/libkvbackend_<device>.so`, once per process."""
+    path = FOLDER / f"libkvbackend_{device}.so"
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < MIN_TORCH:
+        return DeviceLibrary(reason=f"torch is {torch.__version__}; the kernels need 2.10 or newer: upgrade torch")
+    if not path.exists():
+        return DeviceLibrary(
+            reason=f"the {device} kernels are not built, {path.name} is missing; a C++17 compiler builds them: "
+            f"run `pip install --no-build-isolation -e .` in the source tree and read its output"
+        )
+    try:
+        stamp = ctypes.CDLL(str(path)).kvbackend_stamp
+    except (OSError, AttributeError) as error:
+        return DeviceLibrary(reason=_import_reason(f"{path.name} cannot be loaded ({error})"))
+    stamp.restype = ctypes.c_char_p
+    return DeviceLibrary({line.partition("(")[0]: line for line in stamp().decode().splitlines()})
+
+
+def _import_reason(what: str) -> str:
+    try:
+        from .doctor import primary_cause
+    except ImportError:
+        return f"{what}: run `kvbackend doctor`"
+    cause = primary_cause()
+    return f"{what}; {cause}: run `kvbackend doctor`" if cause else f"{what}: run `kvbackend doctor`"
+
+
+def missing(op: Op, device: str) -> Iterator[str]:
+    """Why a loaded library has no usable kernel for the op; why it is not loaded, the backend itself says."""
+    loaded = library(device)
+    if loaded.reason:
+        return
+    if op.name not in loaded.schemas:
+        yield f"the {device} library was built without {op.name}: rebuild it with `pip install --no-build-isolation -e .`"
+    elif loaded.schemas[op.name] != op.schema:
+        yield (
+            f"the {device} library was built for another version of {op.name}: rebuild it with "
+            f"`pip install --no-build-isolation -e .`"
+        )
+
+
+def kernel(op: Op) -> Callable[..., Any]:
+    """The op's native kernel; call it only where `missing` yields nothing."""
+    overload: Callable[..., Any] = getattr(getattr(torch.ops, NATIVE_NAMESPACE), op.name).default
+    return overload

@@ -1,0 +1,161 @@
+"""Conditions that several ops share; each raises ArgumentError in three parts: got; allowed: what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arrays import need, one_of
+
+_NATIVE_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def kv_format(name: str, **caches: Any) -> None:
+    """`auto` reads a cache as its dtype says; fp32, bf16 and fp16 demand that dtype."""
+    need(
+        name == "auto" or name in _NATIVE_FORMATS,
+        f"kv_format is {name!r}; this op takes {one_of(['auto', *_NATIVE_FORMATS])}: pass 'auto' to read the cache as "
+        f"its dtype says",
+    )
+    for cache_name, cache in caches.items():
+        need(
+            name == "auto" or cache.dtype is _NATIVE_FORMATS[name],
+            f"{cache_name} is {cache.dtype}; kv_format {name!r} reads {_NATIVE_FORMATS.get(name)}: pass 'auto' or "
+            f"allocate the cache in that dtype",
+        )
+
+
+def no_scales(format_name: str, **scales: Any) -> None:
+    """Formats without scales take none."""
+    for name, scale in scales.items():
+        need(
+            scale is None,
+            f"{name} is given but kv_format {format_name!r} has no scale; scales belong to quantized formats: "
+            f"drop {name} or choose such a format",
+        )
+
+
+def same_dtype(name: str, tensor: Any, **others: Any) -> None:
+    """All in one dtype."""
+    for other_name, other in others.items():
+        need(
+            other.dtype == tensor.dtype,
+            f"{other_name} is {other.dtype} but {name} is {tensor.dtype}; they must be of one dtype: convert one of them",
+        )
+
+
+def heads_divide(num_heads: Any, kv_heads: Any) -> None:
+    """Every kv head serves the same number of query heads."""
+    need(
+        kv_heads > 0,
+        "key_cache has 0 kv heads; there must be at least one: pass this rank's heads",
+    )
+    need(
+        num_heads % kv_heads == 0,
+        f"q has {num_heads} heads and key_cache {kv_heads}; the first must be a multiple of the second: "
+        f"pass the heads of one rank together",
+    )
+
+
+def window(value: int) -> None:
+    need(
+        value == -1 or value > 0,
+        f"window is {value}; it must be -1 (none) or at least 1 (the query itself counts): pass -1 for no window",
+    )
+
+
+def softcap(value: float) -> None:
+    need(value >= 0, f"softcap is {value}; it must be 0 (none) or positive: pass 0.0 for no softcap")
+
+
+def even_rotary(width: Any, owner: str) -> None:
+    need(width % 2 == 0, f"{owner} rotates {width} dims; pairs are rotated, so it must be even: pass cos then sin")
+
+
+def rotary_table(name: str, tensor: Any, cos_sin: Any) -> None:
+    """cos_sin holds pairs of columns, in float32 or in the dtype of what it rotates."""
+    need(
+        cos_sin.dtype == torch.float32 or cos_sin.dtype == tensor.dtype,
+        f"cos_sin is {cos_sin.dtype} but {name} is {tensor.dtype}; it must be torch.float32 or {tensor.dtype}: "
+        f"keep the table in float32",
+    )
+    even_rotary(cos_sin.shape[1], "cos_sin")
+
+
+# values: asked under KVBACKEND_CHECK=values, where waiting for the device is wanted
+
+
+def slots_within(name: str, slots: Tensor, cache: Tensor) -> None:
+    """Slots are -1 or name a row of the cache."""
+    within(name, slots, -1, cache.shape[0] * cache.shape[1], "slot", "-1 skips a token")
+
+
+def within(name: str, tensor: Tensor, low: int, high: int, what: str, hint: str) -> None:
+    """Every value in [low, high)."""
+    wrong = (tensor < low) | (tensor >= high)
+    if bool(wrong.any()):
+        index = wrong.flatten().nonzero()[0].item()
+        got = tensor.flatten()[index].item()
+        need(False, f"{name} holds {what} {got} at index {index}; it must be in [{low}, {high}); {hint}: check its maker")
+
+
+def positions_within(positions: Tensor, cos_sin: Tensor) -> None:
+    """Positions are -1 or have a row in the table."""
+    within("positions", positions, -1, cos_sin.shape[0], "position", "-1 is no token, and cos_sin has no more rows")
+
+
+def block_pairs(block_mapping: Tensor, num_sources: int, num_targets: int, one_pool: bool) -> None:
+    """Pairs name blocks that exist, no target twice and, within one pool, no target that is a source too."""
+    sources, targets = block_mapping.unbind(1)
+    within("block_mapping[:, 0]", sources, -1, num_sources, "source block", "-1 skips a pair")
+    within("block_mapping[:, 1]", targets, -1, num_targets, "target block", "-1 skips a pair")
+    used = ((sources >= 0) & (targets >= 0)).tolist()
+    pairs = [pair for pair, is_used in zip(block_mapping.tolist(), used, strict=True) if is_used]
+    seen = {source for source, _ in pairs} if one_pool else set()
+    for index, (_, target) in enumerate(pairs):
+        need(
+            target not in seen,
+            f"block_mapping writes block {target} in its used pair {index}, which is read or written elsewhere too; "
+            f"copies have no order among themselves: split the pairs over two calls",
+        )
+        seen.add(target)
+
+
+def batch(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_tokens: int, cache: Tensor) -> None:
+    """The values that describe a varlen batch over a paged cache."""
+    num_blocks, block_size = cache.shape[:2]
+    capacity = block_table.shape[1] * block_size
+    within("seq_lens", seq_lens, 0, capacity + 1, "length", f"block_table covers {capacity} tokens")
+    running_sum("cu_seqlens_q", cu_seqlens_q, num_tokens)
+    lengths = cu_seqlens_q.diff()
+    need(  # a length of 0 is how graph padding marks a sequence that is not there
+        bool(((lengths <= seq_lens) | (seq_lens == 0)).all()),
+        f"cu_seqlens_q names up to {int((lengths - seq_lens).max())} more query tokens than seq_lens counts in the cache; "
+        f"seq_lens counts the current tokens too: add them",
+    )
+    need(
+        lengths.numel() == 0 or int(lengths.max()) <= max_seqlen_q,
+        f"max_seqlen_q is {max_seqlen_q}; the longest query of cu_seqlens_q has {int(lengths.max()) if len(lengths) else 0} "
+        f"tokens: pass at least that",
+    )
+    blocks_in_use("block_table", block_table, seq_lens, cache)
+
+
+def blocks_in_use(name: str, block_table: Tensor, seq_lens: Tensor, cache: Tensor) -> None:
+    """Table entries that a sequence reaches are -1 or a block of the cache."""
+    num_blocks, block_size = cache.shape[:2]
+    starts = torch.arange(block_table.shape[1], device=block_table.device) * block_size
+    used = torch.where(starts[None] < seq_lens[:, None], block_table, -1)
+    within(name, used, -1, num_blocks, "block", "-1 is no block")
+
+
+def running_sum(name: str, cu_seqlens: Tensor, num_tokens: int) -> None:
+    """Starts at 0, never falls, ends within the tokens."""
+    need(int(cu_seqlens[0]) == 0, f"{name} starts with {int(cu_seqlens[0])}; it must start with 0: prepend a 0")
+    need(bool((cu_seqlens.diff() >= 0).all()), f"{name} falls; a running sum never does: pass cumulated lengths")
+    need(
+        int(cu_seqlens[-1]) <= num_tokens,
+        f"{name} ends with {int(cu_seqlens[-1])} but there are {num_tokens} tokens; it must not pass them: pass all tokens",
+    )

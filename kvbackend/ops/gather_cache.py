@@ -1,0 +1,144 @@
+"""Read sequences back out of a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arrays import Float, Float32, Index, Int32, need
+from ..spec import op
+from . import _checks, _math
+from ._samples import NO_BLOCK, MlaPool, Pool
+
+
+@op(group="paged cache")
+def gather_cache(
+    cache: Float[Tensor, "nb bs *row"],
+    block_table: Index[Tensor, "B max_blocks"],
+    cu_seqlens: Int32[Tensor, "B+1"],
+    num_tokens: int,
+    seq_starts: Int32[Tensor, "B"] | None = None,
+    kv_format: str = "auto",
+    scale: Float32[Tensor, "1|Hk"] | None = None,
+) -> Tensor:
+    """Read sequences, or a stretch of each, out of a paged cache into one ragged tensor.
+
+    cache         [nb, bs, *row]: a K or V cache [nb, bs, Hk, D] or one part of an MLA cache [nb, bs, D]; any strides
+    block_table   [B, max_blocks], the blocks of each sequence; -1: no block
+    cu_seqlens    [B+1], running sum of the tokens to read of each sequence; starts with 0
+    num_tokens    rows of the output, known on the host; at least cu_seqlens[-1] (more: graph padding)
+    seq_starts    [B], position of the first token to read of each sequence; None: 0
+    kv_format     how a cached token reads; "auto": as the cache's dtype says
+    scale         dequantization multiplier of a format that has one, for all heads or per head
+    Returns [num_tokens, *row] in the cache's dtype: the rows of sequence b at cu_seqlens[b] .. cu_seqlens[b+1]-1. Rows
+    beyond cu_seqlens[-1], and rows of positions in a block that is -1 or beyond the table, are zeros.
+
+    Table entries outside the positions read are not looked at, and NaN in other rows of a block reaches nothing.
+    Undefined: a cu_seqlens that falls or passes num_tokens; on accelerators, a block outside the cache (the CPU kernel
+    gives zeros).
+    Source: the block tables of vLLM's paged attention (arXiv 2309.06180, section 4).
+    """
+    _need_tokens(num_tokens)
+    _math.check_cu_seqlens(cu_seqlens, "cu_seqlens")
+    slots = _math.gather_slots(block_table, cu_seqlens, num_tokens, seq_starts, cache.shape[1])
+    if cache.shape[0] == 0 or cache.shape[1] == 0:
+        return cache.new_zeros(num_tokens, *cache.shape[2:])
+    block, offset = slots.clamp(min=0) // cache.shape[1], slots.clamp(min=0) % cache.shape[1]
+    rows = cache[block, offset]  # [num_tokens, *row]
+    return rows.masked_fill((slots < 0).reshape(-1, *[1] * (rows.dim() - 1)), 0)
+
+
+def _need_tokens(num_tokens: Any) -> None:
+    # not in `check`: what that reads, a resolved callable is bound to
+    need(num_tokens >= 0, f"num_tokens is {num_tokens}; it must be at least 0: pass the rows of the output")
+
+
+@gather_cache.check
+def _(cache, kv_format, scale, **_):
+    _checks.kv_format(kv_format, cache=cache)
+    _checks.no_scales(kv_format, scale=scale)
+
+
+@gather_cache.values
+def _(cache, block_table, cu_seqlens, num_tokens, seq_starts, **_):
+    _checks.running_sum("cu_seqlens", cu_seqlens, num_tokens)
+    capacity = block_table.shape[1] * cache.shape[1]
+    lengths = cu_seqlens.diff()
+    starts = torch.zeros_like(lengths) if seq_starts is None else seq_starts
+    _checks.within("seq_starts", starts, 0, capacity + 1, "position", f"block_table covers {capacity} tokens")
+    _checks.within(
+        "cu_seqlens", starts + lengths, 0, capacity + 1, "an end at position", f"block_table covers {capacity} tokens"
+    )
+    _checks.within(
+        "block_table", _math.gather_slots(block_table, cu_seqlens, num_tokens, seq_starts, cache.shape[1]),
+        -1, cache.shape[0] * cache.shape[1], "a block whose token has slot", "-1 is no block",
+    )  # fmt: skip
+
+
+@gather_cache.fake
+def _(cache, num_tokens, **_):
+    _need_tokens(num_tokens)
+    return cache.new_empty(num_tokens, *cache.shape[2:])
+
+
+@gather_cache.samples
+def _(device, dtype):
+    def call(
+        pool: Pool | MlaPool,
+        lengths: list[int],
+        starts: list[int] | None = None,
+        part: int = 0,
+        index_dtype: torch.dtype = torch.int32,
+        **other: Any,
+    ) -> dict[str, Any]:
+        cache = pool.caches()[part]
+        ends = [start + length for start, length in zip(starts or [0] * len(lengths), lengths, strict=True)]
+        tables = pool.block_tables(ends)
+        pool.fill(cache, tables, ends)
+        width = max(map(len, tables), default=0) + 1
+        padded = [table + [NO_BLOCK] * (width - len(table)) for table in tables]
+        cumulated = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        return {
+            "cache": cache,
+            "block_table": pool.ints(padded, index_dtype).reshape(len(tables), width),
+            "cu_seqlens": pool.ints(cumulated),
+            "num_tokens": cumulated[-1],
+            "seq_starts": None if starts is None else pool.ints(starts),
+            **other,
+        }
+
+    for name, pool in Pool.variants(device, dtype):
+        yield f"keys, {name}", call(pool, [13, 1])
+        yield f"values, {name}", call(pool, [2, 0, 9], part=1)
+    for name, mla in MlaPool.variants(device, dtype):
+        yield f"latent, {name}", call(mla, [13, 1])
+        yield f"rotary, {name}", call(mla, [2, 0, 9], part=1)
+    small = Pool(device, dtype)
+    yield "block borders", call(small, [3, 4, 5, 8])
+    yield "from a later position", call(small, [3, 6, 0], [5, 4, 2])
+    yield "graph padding", call(small, [3, 2], num_tokens=9)
+    yield "int64 table", call(small, [5, 3], index_dtype=torch.int64)
+    yield "empty", call(small, [0, 0])
+    yield "only padding", call(small, [0], num_tokens=3)
+    yield "empty batch", call(small, [])
+    yield "empty batch, padded", call(small, [], num_tokens=2)
+    holed = call(small, [10, 2])
+    holed["block_table"][0, 1] = -1
+    yield "missing block", holed
+    none = call(Pool(device, dtype, num_blocks=0), [0], num_tokens=2)
+    yield "no blocks", {**none, "block_table": small.ints([[-1]]), "cu_seqlens": small.ints([0, 2])}
+    wide = call(small, [7, 3])
+    table = wide["block_table"]
+    yield "sliced table", {**wide, "block_table": table.repeat(1, 2)[:, : table.shape[1]]}
+    shared = call(small, [6])
+    yield (
+        "one table for all",
+        {
+            **shared,
+            "block_table": shared["block_table"].expand(3, -1),
+            "cu_seqlens": small.ints([0, 6, 8, 12]),
+            "num_tokens": 12,
+        },
+    )

@@ -1,0 +1,296 @@
+"""Bytes of a cache, exactly: rows x formats, per layer, per sequence of n tokens, as records and as pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import groupby
+
+from .. import formats
+from .checks import check
+from .schemes import FULL_PRECISION, Scheme, is_kivi, ranks
+from .shapes import Layer, Model, Rows, Vector
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Rows of one layer in one format.
+
+    row_bytes   codes and scales of one row
+    term        how row_bytes comes about, as text
+    page_rows   rows of one page, page_bytes its bytes
+    skip        tokens that are kept elsewhere, in full precision
+    share       part of the tokens that eviction keeps
+    limit       rows kept at most, None if they grow with the text
+    fixed_scale_bytes   scales that the cache has once
+    """
+
+    rows: Rows
+    row_bytes: Fraction
+    term: str
+    page_rows: int
+    page_bytes: int
+    skip: int = 0
+    share: Fraction = Fraction(1)
+    limit: int | None = None
+    fixed_scale_bytes: int = 0
+
+    def count(self, tokens: int) -> int:
+        """Rows after `tokens` tokens."""
+        rows = max(int(tokens * self.share) - self.skip, 0) // self.rows.tokens_per_row
+        return rows if self.limit is None else min(rows, self.limit)
+
+    def bytes_at(self, tokens: int) -> Fraction:
+        """Bytes of the rows of one sequence."""
+        return self.count(tokens) * self.row_bytes
+
+    def pages_at(self, tokens: int) -> int:
+        """Pages that one sequence holds at most: a sliding window that starts inside a page holds one more."""
+        if self.limit is not None and self.rows.window is not None and not self.rows.ring and not self.skip:
+            unbounded = max(int(tokens * self.share), 0)
+            return min(-(-unbounded // self.page_rows), -(-(self.limit - 1) // self.page_rows) + 1)
+        return -(-self.count(tokens) // self.page_rows)
+
+    def allocated_at(self, tokens: int) -> int:
+        """Bytes of the pages of one sequence."""
+        return self.pages_at(tokens) * self.page_bytes
+
+    @property
+    def per_token(self) -> Fraction:
+        """Bytes by which one more token makes the rows grow, once every window is full."""
+        return self._growth * self.row_bytes
+
+    @property
+    def allocated_per_token(self) -> Fraction:
+        """The same for pages."""
+        return self._growth * Fraction(self.page_bytes, self.page_rows)
+
+    @property
+    def fixed(self) -> Fraction:
+        """Bytes beyond `per_token` x tokens, once every window is full."""
+        if self.limit is not None:
+            return self.limit * self.row_bytes
+        return -Fraction(self.skip, self.rows.tokens_per_row) * self.row_bytes
+
+    @property
+    def _growth(self) -> Fraction:
+        return Fraction(0) if self.limit is not None else self.share / self.rows.tokens_per_row
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """What one layer stores and reads under a scheme."""
+
+    index: int
+    layer: Layer
+    stored: tuple[Stored, ...]
+    read: tuple[tuple[Stored, int | None], ...]
+
+    @property
+    def per_token(self) -> Fraction:
+        """Bytes per token of this layer."""
+        return sum((part.per_token for part in self.stored), Fraction(0))
+
+    def read_bytes_at(self, tokens: int) -> Fraction:
+        """Bytes that one decode step of one sequence reads here."""
+        total = Fraction(0)
+        for part, limit in self.read:
+            rows = part.count(tokens)
+            total += (rows if limit is None else min(rows, limit)) * part.row_bytes
+        return total
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A model's cache under a scheme, or the `only` layers of one pipeline stage: every number a plan rests on."""
+
+    model: Model
+    scheme: Scheme
+    block_size: int
+    only: range | None = None
+
+    def __post_init__(self) -> None:
+        check(self.model, self.scheme, self.block_size)
+        assert self.layers  # counted now, so that what cannot be counted is refused here
+
+    @cached_property
+    def layers(self) -> tuple[StoredLayer, ...]:
+        """Every layer's rows with their formats."""
+        every = range(len(self.model.layers)) if self.only is None else self.only
+        return tuple(self._stored_layer(index, self.model.layers[index]) for index in every)
+
+    @property
+    def per_token(self) -> Fraction:
+        """Bytes per token: records only."""
+        return sum((layer.per_token for layer in self.layers), Fraction(0))
+
+    @property
+    def allocated_per_token(self) -> Fraction:
+        """Bytes per token of the pages, their padding included."""
+        return sum((part.allocated_per_token for part in self._parts()), Fraction(0))
+
+    @property
+    def fixed_per_sequence(self) -> Fraction:
+        """Bytes of a sequence beyond `per_token` x tokens, once every window is full: windows and states."""
+        return sum((part.fixed for part in self._parts()), Fraction(self.state_bytes))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes per sequence of compressor states."""
+        return sum(layer.layer.state_bytes for layer in self.layers)
+
+    @property
+    def fixed_scale_bytes(self) -> int:
+        """Bytes of the scales that the whole cache has once."""
+        return sum(part.fixed_scale_bytes for part in self._parts())
+
+    def bytes_at(self, tokens: int) -> Fraction:
+        """Bytes of one sequence of `tokens` tokens: records and states."""
+        return sum((part.bytes_at(tokens) for part in self._parts()), Fraction(self.state_bytes))
+
+    def allocated_at(self, tokens: int) -> int:
+        """Bytes of one sequence of `tokens` tokens: pages and states."""
+        return self.state_bytes + sum(part.allocated_at(tokens) for part in self._parts())
+
+    def read_bytes_at(self, tokens: int) -> Fraction:
+        """Bytes of the cache that one decode step of one sequence reads."""
+        return sum((layer.read_bytes_at(tokens) for layer in self.layers), Fraction(0))
+
+    def pool_bytes(self, num_blocks: int) -> int:
+        """Bytes of a pool of `num_blocks` blocks that every layer with growing rows shares block ids of."""
+        return num_blocks * sum(part.page_bytes for part in self._parts() if part.limit is None)
+
+    def formula(self) -> str:
+        """Bytes per token with the numbers put in, equal layers taken together."""
+        terms = []
+        order = sorted(self.layers, key=lambda layer: self._signature(layer))
+        for signature, group in groupby(order, key=self._signature):
+            same = list(group)
+            if same[0].per_token:
+                terms.append((same[0].index, f"{len(same)} {signature}"))
+        left = " + ".join(term for _, term in sorted(terms)) or "0"
+        return f"{left} = {number(self.per_token)} B per token"
+
+    def formula_of_fixed(self) -> str:
+        """Fixed bytes per sequence with the numbers put in."""
+        added = (f"{part.limit} rows x {number(part.row_bytes)}" for part in self._parts() if part.limit is not None)
+        states = (f"{layer.layer.state_bytes} (state)" for layer in self.layers if layer.layer.state_bytes)
+        elsewhere = (
+            f"{part.skip} rows x {number(part.row_bytes)}" for part in self._parts() if part.limit is None and part.skip
+        )
+        text = " + ".join(_tally([*added, *states])) or "0"
+        text += "".join(f" - {term}" for term in _tally(elsewhere))
+        return f"{text} = {number(self.fixed_per_sequence)} B per sequence"
+
+    def _signature(self, layer: StoredLayer) -> str:
+        parts = [
+            part.term
+            + (f" / {part.rows.tokens_per_row}" if part.rows.tokens_per_row > 1 else "")
+            + (f" x {number(part.share)}" if part.share != 1 else "")
+            for part in layer.stored
+            if part.limit is None
+        ]
+        return f"{layer.layer.kind} layers x ({' + '.join(parts)})"
+
+    def _parts(self) -> Iterable[Stored]:
+        return (part for layer in self.layers for part in layer.stored)
+
+    def _stored_layer(self, index: int, layer: Layer) -> StoredLayer:
+        by_rows = {rows: self._stored(index, rows) for rows in layer.keeps}
+        for read in layer.reads:
+            # rows of another layer are stored in that layer's format
+            by_rows.setdefault(read.rows, self._stored(layer.source, read.rows))
+        stored = tuple(part for rows in layer.keeps for part in by_rows[rows])
+        reads = tuple((part, read.limit) for read in layer.reads for part in by_rows[read.rows])
+        return StoredLayer(index, layer, stored, reads)
+
+    def _stored(self, index: int, rows: Rows) -> tuple[Stored, ...]:
+        """The rows in their format, and before them those that are kept in full precision."""
+        scheme = self.scheme
+        names = scheme.formats_of(self.model, index, rows)
+        rows = self._low_rank(index, rows)
+        limit = rows.window
+        share = Fraction(1)
+        if rows.role != "window":
+            if isinstance(scheme.keep, int):
+                limit = min(filter(None, (limit, scheme.keep)))
+            elif scheme.keep is not None:
+                share = scheme.keep
+        if rows.role != "kv" or self.model.compressed:
+            return (self._one(rows, names, 0, share, limit),)
+        # K and V may leave different numbers of tokens in full precision: KIVI's open group is K's alone.
+        kept = scheme.recent + scheme.sinks
+        open_group = formats.get(names[0]).group or 0 if is_kivi(names[0]) else 0
+        if open_group <= kept:
+            return self._in_two(rows, names, kept, share, limit)
+        key, value = (_with_vectors(rows, vector) for vector in rows.vectors)
+        return (
+            *self._in_two(key, names[:1] * 2, open_group, share, limit),
+            *self._in_two(value, names[1:] * 2, kept, share, limit),
+        )
+
+    def _in_two(
+        self, rows: Rows, names: tuple[str, ...], kept: int, share: Fraction, limit: int | None
+    ) -> tuple[Stored, ...]:
+        if not kept or set(names) == {FULL_PRECISION}:
+            return (self._one(rows, names, 0, share, limit),)
+        if limit is not None and kept >= limit:
+            return (self._one(rows, (FULL_PRECISION,) * 2, 0, share, limit),)
+        rest = None if limit is None else limit - kept
+        return (
+            self._one(rows, (FULL_PRECISION,) * 2, 0, share, kept),
+            self._one(rows, names, kept, share, rest),
+        )
+
+    def _one(self, rows: Rows, names: tuple[str, ...], skip: int, share: Fraction, limit: int | None) -> Stored:
+        if rows.page_rows is not None:
+            page_rows = rows.page_rows
+        else:
+            page_rows = self.block_size // rows.tokens_per_row
+        if names[0] in formats.record_names():
+            record = formats.record(names[0])
+            row_bytes, term = Fraction(record.row_bytes), str(record.row_bytes)
+            page_bytes, fixed = record.page_bytes(page_rows), 0
+        else:
+            pairs = [(vector, formats.get(names[vector.name == "value"])) for vector in rows.vectors]
+            row_bytes = sum((fmt.bytes_per_token(v.heads, v.dim) for v, fmt in pairs), Fraction(0))
+            term = " + ".join(_term(vector, fmt) for vector, fmt in pairs)
+            page_bytes = int(page_rows * row_bytes)
+            fixed = sum(fmt.fixed_scale_bytes(v.heads, v.dim) for v, fmt in pairs)
+        return Stored(rows, row_bytes, term, page_rows, page_bytes, skip, share, limit, fixed)
+
+    def _low_rank(self, index: int, rows: Rows) -> Rows:
+        if rows.holds != "heads" or not (self.scheme.rank or self.scheme.ratios):
+            return rows
+        layers = len(self.model.layers)
+        vectors = (Vector(v.name, v.heads, ranks(self.scheme, layers, v.dim)[index]) for v in rows.vectors)
+        return _with_vectors(rows, *vectors)
+
+
+def _with_vectors(rows: Rows, *vectors: Vector) -> Rows:
+    return replace(rows, vectors=vectors)
+
+
+def _term(vector: Vector, fmt: formats.KVFormat) -> str:
+    """One vector's bytes, as text: heads x (codes + scales)."""
+    codes = fmt.code_bytes_per_token(1, vector.dim)
+    scales = fmt.scale_bytes_per_token(1, vector.dim)
+    one = f"({codes} + {number(scales)})" if scales else f"{vector.dim} x {number(Fraction(fmt.bits, 8))}"
+    return one if vector.heads == 1 else f"{vector.heads} x {one}"
+
+
+def number(value: Fraction | int) -> str:
+    """A count of bytes as text, without a rounded digit where it is exact."""
+    value = Fraction(value)
+    if value.denominator == 1:
+        return str(value.numerator)
+    exact = value.denominator & (value.denominator - 1) == 0 and value.denominator <= 1 << 16
+    return f"{float(value):.{16 if exact else 4}f}".rstrip("0")
+
+
+def _tally(terms: Iterable[str]) -> list[str]:
+    """Equal terms taken together: "32 x term"."""
+    return [f"{count} x {term}" for term, count in Counter(terms).items()]

@@ -1,0 +1,172 @@
+"""A scheme: how a cache is compressed, written as one string, such as "int4:64,recent=128,keep=4096".
+
+The string is a format, then settings. `+` joins the format of K and V (or of the one row) with that of index keys, `/`
+gives K and V different formats: "int8/int4:32", "v4_fp8_584+index_fp8_132".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from .. import formats
+from ..errors import ArgumentError
+from .shapes import Model, Rows
+
+# Settings of a scheme, each with what it does: the one list behind the parser, its messages and the command's help.
+SETTINGS = {
+    "rank": "project K and V of every head to this many dims (low rank)",
+    "ratios": "low rank per layer: dims divided by each ratio, such as 1/1/2/2/4/4/4/4, stretched over the layers",
+    "keep": "tokens that eviction keeps per sequence, as a number or as a share such as 25%",
+    "recent": "last tokens kept in bf16",
+    "sinks": "first tokens kept in bf16",
+    "window": "format of the window rows of compressed attention (DeepSeek-V4 and V4.1)",
+}
+
+# What the last and first tokens are kept in, and the groups that KIVI leaves open.
+FULL_PRECISION = "bf16"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the cache is stored: formats by name, and what is left out. `name` is the string that it came from."""
+
+    name: str
+    key: str = "native"
+    value: str | None = None
+    index: str | None = None
+    window: str | None = None
+    rank: int | None = None
+    ratios: tuple[int, ...] = ()
+    keep: int | Fraction | None = None
+    recent: int = 0
+    sinks: int = 0
+    by_layer: tuple[tuple[int, int, str], ...] = field(default=())
+
+    def formats_of(self, model: Model, layer: int, rows: Rows) -> tuple[str, str]:
+        """Names of the formats of K and V (equal unless rows hold heads) for `rows` of one layer of a model."""
+        key, value = self.key, self.value or self.key
+        for first, last, name in self.by_layer:
+            if first <= layer <= last:
+                key = value = name
+        native = model.native
+        if rows.role == "index":
+            return (self._companion(model, key, self.index),) * 2
+        if rows.role == "window":
+            return (self.window or self._window(model, key),) * 2
+        return _or_native(key, native["kv"]), _or_native(value, native["kv"])
+
+    def _window(self, model: Model, key: str) -> str:
+        """Window rows are stored like the others, except in 4 bits: only compressed rows have that."""
+        kept_native = key in ("native", model.native["kv"]) or key.startswith("v41_fp4_288")
+        return model.native["window"] if kept_native else key
+
+    def _companion(self, model: Model, key: str, asked: str | None) -> str:
+        """Index keys: as asked; native with the native rows; with a record, what its engines use; else as the rows.
+
+        A DSA indexer (DeepSeek-V3.2, GLM-5) was trained with FP8 keys, whatever the rows are stored in.
+        """
+        native = model.native["index"]
+        if asked or key in ("native", model.native["kv"]):
+            return _or_native(asked or native, native)
+        if key in formats.record_names():
+            return formats.record(key).index or native
+        return key if model.compressed else native
+
+
+def _or_native(name: str, native: str) -> str:
+    return native if name == "native" else name
+
+
+def parse(text: str) -> Scheme:
+    """The scheme that a string describes. Raises ArgumentError for unknown formats, settings and values."""
+    head, *settings = [part.strip() for part in text.split(",")]
+    rows, _, index = head.partition("+")
+    key, _, value = rows.partition("/")
+    for name in filter(None, (key, value, index)):
+        _check_format(name)
+    if not key:
+        raise ArgumentError(f"the scheme is {text!r}; it starts with a format: write native or one of {_known()}")
+    found: dict[str, object] = {"key": key, "value": value or None, "index": index or None}
+    by_layer = []
+    for setting in settings:
+        name, equals, given = (part.strip() for part in setting.partition("="))
+        if not equals or not given:
+            raise ArgumentError(f"the scheme {text!r} has {setting!r}; a setting is NAME=VALUE: write {_settings()}")
+        if span := re.fullmatch(r"(\d+)(?:-(\d+))?", name):
+            _check_format(given)
+            by_layer.append((int(span[1]), int(span[2] or span[1]), given))
+        elif name in SETTINGS:
+            found[name] = _value(name, given)
+        else:
+            raise ArgumentError(f"the scheme {text!r} has {name!r}; settings are {_settings()}: choose one of these")
+    if "rank" in found and "ratios" in found:
+        raise ArgumentError(f"the scheme {text!r} has rank and ratios; both set the rank of a layer: give one of them")
+    return Scheme(text, by_layer=tuple(by_layer), **found)  # type: ignore[arg-type]
+
+
+def _settings() -> str:
+    return ", ".join([*SETTINGS, "FIRST-LAST (layers)"])
+
+
+def _known() -> str:
+    return ", ".join((*formats.names(), *formats.record_names()))
+
+
+def _check_format(name: str) -> None:
+    if name == "native" or name in formats.record_names():
+        return
+    if name.partition(":")[0] not in formats.names():
+        raise ArgumentError(f"kv_format is {name!r}; it must be native or one of {_known()}: choose one of these")
+    formats.get(name)
+
+
+def _value(name: str, given: str) -> object:
+    if name == "window":
+        _check_format(given)
+        return given
+    if name == "ratios":
+        return tuple(_whole(name, part, 1) for part in given.split("/"))
+    if name == "keep" and not given.isdigit():
+        try:
+            share = Fraction(given.removesuffix("%")) / (100 if given.endswith("%") else 1)
+        except (ValueError, ZeroDivisionError):
+            share = Fraction(0)
+        if not 0 < share <= 1:
+            raise ArgumentError(f"keep is {given!r}; it must be tokens (4096) or a share up to 1 (0.25, 25%): fix it")
+        return share
+    return _whole(name, given, 0 if name in ("recent", "sinks") else 1)
+
+
+def _whole(name: str, given: str, least: int) -> int:
+    if not given.isdigit() or int(given) < least:
+        raise ArgumentError(f"{name} is {given!r}; it must be a whole number from {least} on: fix it")
+    return int(given)
+
+
+def is_kivi(name: str) -> bool:
+    """True for a format whose key scales span tokens."""
+    return name not in (*formats.record_names(), "native") and formats.get(name).granularity == "kivi"
+
+
+def ranks(scheme: Scheme, num_layers: int, dim: int) -> list[int]:
+    """The rank of each layer for vectors of `dim` numbers; `dim` itself where nothing is projected.
+
+    A ratio list is stretched over the layers, each entry for as many in order; the rank is dim / ratio rounded to a
+    multiple of 16, and 16 at least.
+    """
+    if scheme.rank is not None:
+        if scheme.rank > dim:
+            raise ArgumentError(f"rank is {scheme.rank}; a head has {dim} dims: choose a rank up to {dim}")
+        return [scheme.rank] * num_layers
+    if not scheme.ratios:
+        return [dim] * num_layers
+    if num_layers % len(scheme.ratios):
+        raise ArgumentError(
+            f"ratios has {len(scheme.ratios)} entries; the number of entries must divide the {num_layers} layers: "
+            f"give as many as layers, or a divisor"
+        )
+    repeat = num_layers // len(scheme.ratios)
+    by_layer = [ratio for ratio in scheme.ratios for _ in range(repeat)]
+    return [dim if ratio == 1 else min(dim, max(16, round(dim / ratio / 16) * 16)) for ratio in by_layer]

@@ -1,0 +1,144 @@
+"""Builds what is compiled: one library per csrc/<device> folder that this machine can compile, and the pybind11 module.
+
+The libraries use libtorch's stable ABI only, so one binary serves torch 2.10 and later and every Python. Each
+csrc/cpu/<op>.cpp is compiled once per instruction set (csrc/cpu/kernel.h). A library that cannot be built is left out
+with a message: kvbackend then runs without its kernels and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+SOURCES = ROOT / "csrc"
+X86 = platform.machine() in ("x86_64", "AMD64")
+TORCH_TARGET = "0x020A000000000000"  # 2.10.0, as TORCH_ABI_VERSION spells it
+
+COMMON_FLAGS = [
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-DNDEBUG", "-fopenmp-simd",
+    "-fno-math-errno", "-fno-trapping-math", f"-ffile-prefix-map={ROOT}=.", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+]  # fmt: skip
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+# plain first: where the linker meets one inline function several times it keeps the first, which every CPU can run
+VARIANTS = {"plain": [], "avx2": AVX2, "avx512": AVX512} if X86 else {"plain": []}
+
+
+class NotBuilt(Exception):
+    """Why a library is left out."""
+
+
+def cpu_library(build: Path, target: Path) -> None:
+    """Compile csrc/cpu into one library."""
+    schemas = op_schemas()
+    ops = sorted(path for path in (SOURCES / "cpu").glob("*.cpp") if path.stem in schemas)
+    stamp = "\\n".join(schemas[path.stem].replace('"', '\\"') for path in ops)
+    build.mkdir(parents=True, exist_ok=True)
+    (build / "stamp.h").write_text(f'#define KVBACKEND_STAMP "{stamp}"\n')
+    includes = [f"-I{path}" for path in (build, *torch_includes())]
+    common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if X86 else [])]
+    jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain"])]
+    for variant, flags in VARIANTS.items():
+        registers = ["-DKVBACKEND_REGISTERS"] if variant == "plain" else []
+        for path in ops:
+            output = build / f"{path.stem}.{variant}.o"
+            jobs.append((path, output, [f"-DKVBACKEND_ISA={variant}", *registers, *flags]))
+    compiler = os.environ.get("CXX", "c++")
+    headers = max(path.stat().st_mtime for path in [*SOURCES.glob("*/*.h"), build / "stamp.h", ROOT / "setup.py"])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: compile_one(compiler, common, headers, *job), jobs))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    objects = [str(output) for _, output, _ in jobs]
+    libraries = [f"-L{path}" for path in torch_library_paths()] + ["-ltorch_cpu", "-ltorch", "-lc10"]
+    run([compiler, "-shared", "-Wl,-soname," + target.name, *objects, *libraries, "-o", str(target)])
+
+
+def compile_one(compiler: str, common: list[str], headers: float, source: Path, output: Path, flags: list[str]) -> None:
+    if output.exists() and output.stat().st_mtime > max(source.stat().st_mtime, headers):
+        return
+    run([compiler, *common, *flags, "-c", str(source), "-o", str(output)])
+
+
+def run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise NotBuilt(f"{command[0]} cannot be started ({error}): install a C++17 compiler or set CXX") from error
+    if done.returncode:
+        raise NotBuilt(f"{' '.join(command)}\n{done.stderr}")
+    if done.stderr:
+        print(done.stderr, file=sys.stderr)
+
+
+def op_schemas() -> dict[str, str]:
+    """The schemas that the Python side declares: what the kernels are built for."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from kvbackend.ops import registry
+    finally:
+        sys.path.remove(str(ROOT))
+    return {name: op.schema for name, op in registry.items()}
+
+
+def torch_includes() -> list[str]:
+    from torch.utils.cpp_extension import include_paths
+
+    return include_paths()
+
+
+def torch_library_paths() -> list[str]:
+    from torch.utils.cpp_extension import library_paths
+
+    return library_paths()
+
+
+LIBRARIES = {"cpu": cpu_library}
+
+
+class BuildLibraries(build_ext):
+    """The pybind11 module by setuptools, the device libraries by us."""
+
+    def run(self) -> None:
+        place = ROOT if self.inplace else Path(self.build_lib)
+        self.built = []
+        for device, build in LIBRARIES.items():
+            target = place / "kvbackend" / "_lib" / f"libkvbackend_{device}.so"
+            target.unlink(missing_ok=True)
+            try:
+                import torch
+
+                if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
+                    raise NotBuilt(f"torch is {torch.__version__}; the stable ABI needs 2.10 or newer")
+                build(ROOT / "build" / f"{device}-{platform.machine()}", target)
+                self.built.append(device)
+            except (NotBuilt, ImportError) as error:
+                print(f"kvbackend: the {device} kernels are NOT built; the references will run.\n{error}", file=sys.stderr)
+        super().run()
+
+    def build_extension(self, extension: Extension) -> None:
+        try:
+            import pybind11
+            import torch
+
+            extension.include_dirs.append(pybind11.get_include())
+            extension.define_macros += [
+                ("KVBACKEND_BUILT_WITH_TORCH", f'"{torch.__version__}"'),
+                ("KVBACKEND_BUILT_LIBRARIES", f'"{" ".join(self.built)}"'),
+            ]
+            super().build_extension(extension)
+        except Exception as error:  # no compiler, no pybind11: the module only carries facts
+            print(f"kvbackend: the module kvbackend._build is NOT built.\n{error}", file=sys.stderr)
+
+
+module = Extension(
+    "kvbackend._build", ["csrc/module.cpp"], extra_compile_args=["-std=c++17", "-fvisibility=hidden"], optional=True
+)
+setup(ext_modules=[module], cmdclass={"build_ext": BuildLibraries})
