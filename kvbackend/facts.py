@@ -84,10 +84,10 @@ class View:
     def shares_storage(self, other: View) -> bool:
         """Whether both are views of one allocation."""
         self._note(
-            f"{other._array.name} is not None and {{}}.untyped_storage().data_ptr() == "
-            f"{other._array.name}.untyped_storage().data_ptr()"
+            f"{other._array.name} is not None and {{}}.untyped_storage()._cdata == "
+            f"{other._array.name}.untyped_storage()._cdata"
         )
-        return self._tensor.untyped_storage().data_ptr() == other._tensor.untyped_storage().data_ptr()
+        return self._tensor.untyped_storage()._cdata == other._tensor.untyped_storage()._cdata
 
     def overlaps(self, other: View) -> bool:
         """Whether the stretches of memory from first to last element meet; never on 'meta', where nothing is stored."""

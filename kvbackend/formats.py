@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import TypeVar
 
 from .errors import ArgumentError
@@ -79,27 +78,22 @@ class KVFormat:
             )
         return kv_heads * head_dim * self.bits // 8
 
-    def scale_bytes_per_token(self, kv_heads: int, head_dim: int) -> Fraction:
-        """Bytes of the scales that come with every token; a fraction where one covers several tokens."""
+    def scale_bytes_per_token(self, kv_heads: int, head_dim: int) -> int:
+        """Bytes of the scales that come with every token; KIVI's key scales, which span tokens, at a token's share."""
         _need_sizes(kv_heads, head_dim)
         if self.granularity == "token_head":
-            scales = Fraction(kv_heads)
-        elif self.group is not None:
-            if head_dim % self.group:
-                raise ArgumentError(
-                    f"head_dim is {head_dim}; {self} needs a multiple of its group of {self.group} channels: "
-                    f"choose {self._alternatives(head_dim)}"
-                )
-            scales = Fraction(kv_heads * head_dim, self.group)
-        else:
-            return Fraction(0)
-        return scales * self._bytes_per_scale
+            return kv_heads * self._bytes_per_scale
+        if self.group is None:
+            return 0
+        if head_dim % self.group:
+            raise ArgumentError(
+                f"head_dim is {head_dim}; {self} needs a multiple of its group of {self.group} channels: "
+                f"choose {self._alternatives(head_dim)}"
+            )
+        return kv_heads * head_dim // self.group * self._bytes_per_scale
 
-    def bytes_per_token(self, kv_heads: int, head_dim: int) -> Fraction:
-        """Bytes of one token in one of the two caches (K or V) of one layer: codes and scales, exactly.
-
-        With KIVI a key scale spans `group` tokens and is counted at its share, which equals a value's scales.
-        """
+    def bytes_per_token(self, kv_heads: int, head_dim: int) -> int:
+        """Bytes of one token in one of the two caches (K or V) of one layer: codes and scales."""
         return self.code_bytes_per_token(kv_heads, head_dim) + self.scale_bytes_per_token(kv_heads, head_dim)
 
     def fixed_scale_bytes(self, kv_heads: int, head_dim: int) -> int:
@@ -181,6 +175,19 @@ def get(name: str) -> KVFormat:
             return replace(found, granularity="group", group=group, rule="pow2_ceil", scale_dtype="float8_e8m0fnu")
         return replace(found, group=group)
     return replace(found, granularity=choice, group=None, rule="amax", scale_dtype="float32")
+
+
+def pair(name: str) -> tuple[str, str]:
+    """The formats of keys and of values that a kv_format names: "int8/fp8_e4m3" -> int8 and fp8_e4m3; one for both.
+
+    Raises ArgumentError for what `get` does not know; "auto" stays "auto".
+    """
+    key, slash, value = name.partition("/")
+    sides = (key, value if slash else key)
+    for side in sides:
+        if side != "auto":
+            get(side)
+    return sides
 
 
 def of_dtype(dtype_name: str) -> KVFormat:

@@ -82,9 +82,13 @@ def test_scales_that_a_cache_has_once() -> None:
     assert formats.get("int8").fixed_scale_bytes(8, 128) == 0
 
 
-def test_a_kivi_key_scale_may_be_a_fraction_of_a_byte_per_token() -> None:
-    assert formats.get("int4:128").scale_bytes_per_token(1, 128) == 4
-    assert formats.get("int4").scale_bytes_per_token(1, 32) == Fraction(4)
+def test_formats_of_keys_and_values() -> None:
+    assert formats.pair("int8") == ("int8", "int8")
+    assert formats.pair("int8/fp8_e4m3:head") == ("int8", "fp8_e4m3:head")
+    assert formats.pair("auto/int8") == ("auto", "int8")
+    for wrong in ("", "int8/", "/int8", "int8/fp9"):
+        with pytest.raises(ArgumentError, match="kv_format is"):
+            formats.pair(wrong)
 
 
 def test_dtypes_by_name() -> None:

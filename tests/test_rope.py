@@ -77,7 +77,9 @@ def test_table_holds_cosines_then_sines_times_the_scale():
     for pair, frequency in enumerate(inv_freq(6, 1e3, yarn).tolist()):
         for position in (0, 1, 49):
             assert table[position, pair] == pytest.approx(math.cos(position * frequency) * yarn.table_scale, abs=1e-15)
-            assert table[position, 3 + pair] == pytest.approx(math.sin(position * frequency) * yarn.table_scale, abs=1e-15)
+            assert table[position, 3 + pair] == pytest.approx(
+                math.sin(position * frequency) * yarn.table_scale, abs=1e-15
+            )
     assert cos_sin_table(0, 6, 1e3).shape == (0, 6)
     assert cos_sin_table(3, 6, 1e3, dtype=torch.bfloat16).dtype == torch.bfloat16
     assert cos_sin_table(3, 6, 1e3, device="meta").device.type == "meta"
@@ -88,7 +90,9 @@ def test_last_of_a_million_positions_is_exact():
     position, dims = 2**20 - 1, 64
     with mpmath.workdps(40):
         angles = [position * mpmath.mpf(10000) ** (-mpmath.mpf(2 * i) / dims) for i in range(dims // 2)]
-        want = torch.tensor([float(f(angle)) for f in (mpmath.cos, mpmath.sin) for angle in angles], dtype=torch.float64)
+        want = torch.tensor(
+            [float(f(angle)) for f in (mpmath.cos, mpmath.sin) for angle in angles], dtype=torch.float64
+        )
     table = cos_sin_table(2**20, dims, 1e4)
     # half a unit in float32's last place; the angle itself is right to 2e-10
     assert (table[position].double() - want).abs().max() <= 2**-25 + 3e-10
@@ -102,6 +106,8 @@ def test_last_of_a_million_positions_is_exact():
         (128, dict(factor=4.0, original_max_position_embeddings=32768)),
         (64, dict(factor=64.0, original_max_position_embeddings=4096, beta_fast=1.0, beta_slow=1.0)),
         (16, dict(factor=4.0, original_max_position_embeddings=64)),
+        (16, dict(factor=4.0, original_max_position_embeddings=2**17)),  # a ramp that ends beyond the last pair
+        (16, dict(factor=4.0, original_max_position_embeddings=2**17, beta_slow=1e-4)),  # and one cut at rotary_dim - 1
     ],
 )
 def test_equals_transformers_yarn(dims, scaling):

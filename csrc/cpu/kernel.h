@@ -163,21 +163,26 @@ inline void store_row(const float* in, int64_t size, T* row, int64_t stride) {
 // Integers in int32 or int64, as int64.
 class Ids {
  public:
-  Ids(const Tensor& tensor, const char* name) : stride_(tensor.dim() ? tensor.stride(tensor.dim() - 1) : 1) {
+  Ids(const Tensor& tensor, const char* name)
+      : stride_(tensor.dim() ? tensor.stride(tensor.dim() - 1) : 1),
+        row_stride_(tensor.dim() > 1 ? tensor.stride(tensor.dim() - 2) : 0) {
     const bool wide = tensor.scalar_type() == ScalarType::Long;
     KVBACKEND_CHECK(wide || tensor.scalar_type() == ScalarType::Int, name, " is ",
                     torch::headeronly::toString(tensor.scalar_type()), "; it must be int32 or int64: convert it");
     (wide ? wide_ : static_cast<const void*&>(narrow_)) = tensor.const_data_ptr();
   }
 
-  int64_t operator[](int64_t i) const {
-    return wide_ ? static_cast<const int64_t*>(wide_)[i * stride_] : static_cast<const int32_t*>(narrow_)[i * stride_];
-  }
+  int64_t operator[](int64_t i) const { return at(i * stride_); }
+  int64_t operator()(int64_t row, int64_t i) const { return at(row * row_stride_ + i * stride_); }
 
  private:
+  int64_t at(int64_t offset) const {
+    return wide_ ? static_cast<const int64_t*>(wide_)[offset] : static_cast<const int32_t*>(narrow_)[offset];
+  }
+
   const void* wide_ = nullptr;
   const void* narrow_ = nullptr;
-  int64_t stride_;
+  int64_t stride_, row_stride_;
 };
 
 // How many items a thread should at least take, for items of that many bytes touched.

@@ -69,8 +69,8 @@ class MlaLayer:
         """Pages that are not initialized.
 
         "interleaved" keeps both parts of a token beside each other, as slices of one tensor [num_blocks, block_size,
-        kv_lora_rank + qk_rope_head_dim]; "NHD" and "HND", which are the same where all heads share a row, keep the parts
-        in two tensors.
+        kv_lora_rank + qk_rope_head_dim]; "NHD" and "HND", which are the same where all heads share a row, keep them in
+        two tensors.
         """
         if layout not in LAYOUTS:
             raise ArgumentError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}: choose one")
@@ -125,5 +125,5 @@ def _need_positive(layer: Layer, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ArgumentError(
-                f"{name} of {type(layer).__name__} is {size}; it must be 1 or more: pass the sizes of the model's config"
+                f"{name} of {type(layer).__name__} is {size}; it must be 1 or more: pass the sizes of the model"
             )

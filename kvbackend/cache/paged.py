@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import index
 from typing import Any
 
@@ -31,7 +31,8 @@ class _Sequence:
 class PagedCache:
     """The keys and values of many sequences, in blocks of one pool.
 
-        cache = PagedCache([GqaLayer(kv_heads=8, head_dim=128)] * 32, num_blocks=1000, block_size=16, dtype=torch.bfloat16)
+        layers = [GqaLayer(kv_heads=8, head_dim=128)] * 32
+        cache = PagedCache(layers, num_blocks=1000, block_size=16, dtype=torch.bfloat16)
         seq = cache.new_sequence()
         slots = cache.append(seq, 5)                            # room for the keys and values of 5 tokens
         batch = cache.batch([seq], [5])
@@ -47,8 +48,8 @@ class PagedCache:
 
     A fork shares its parent's blocks. A block is written by its one holder only: an append to a sequence whose last
     block is shared and not full gives the sequence a copy of that block first, in every layer.
-    Every call does all it says or raises (ArgumentError, OutOfBlocks) and changes nothing. Pages are not initialized, and
-    freeing leaves contents in place: what no sequence names is never read. Not thread-safe.
+    Every call does all it says or raises (ArgumentError, OutOfBlocks) and changes nothing. Pages are not initialized,
+    and freeing leaves contents in place: what no sequence names is never read. Not thread-safe.
     Source: PagedAttention (arXiv 2309.06180), sections 4.3 and 4.4.
     """
 
@@ -122,35 +123,32 @@ class PagedCache:
                 raise ArgumentError(
                     f"seqs names sequence {seq} {mentions} times; a call appends to a sequence once: add its tokens up"
                 )
-        # What is needed: a copy of each shared block that would be written, except for its last holder, and new blocks.
-        shared: list[_Sequence] = []
-        holders: dict[int, int] = {}
-        num_new = 0
-        for sequence, count in zip(sequences, counts, strict=True):
-            num_new += self._blocks_for(sequence.length + count) - len(sequence.table)
-            if count and sequence.length % self.block_size:
-                last = sequence.table[-1]
-                remaining = holders.get(last) or self.pool.ref_count(last)
-                if remaining > 1:
-                    shared.append(sequence)
-                    holders[last] = remaining - 1
-        blocks = self.pool.allocate(len(shared) + num_new)
-        copies, new = blocks[: len(shared)], iter(blocks[len(shared) :])
+        sources = self._to_copy(sequences, counts)
+        num_new = sum(
+            self._blocks_for(sequence.length + count) - len(sequence.table)
+            for sequence, count in zip(sequences, counts, strict=True)
+        )
+        blocks = self.pool.allocate(len(sources) + num_new)
         try:
-            self._copy([(sequence.table[-1], copy) for sequence, copy in zip(shared, copies, strict=True)])
+            copies, new = dict(zip(sources, blocks, strict=False)), iter(blocks[len(sources) :])
+            self._copy([(sources[i], copy) for i, copy in copies.items()])
+            tails, slots = [], list[int]()
+            for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+                # the blocks from the one that the first new token goes to
+                full, offset = divmod(sequence.length, self.block_size)
+                tail = [copies[i]] if i in copies else sequence.table[full:]
+                tail += islice(new, self._blocks_for(sequence.length + count) - full - len(tail))
+                tails.append(tail)
+                slots += self._slots(tail, offset, count)
+            slot_mapping = self._tensor(slots, torch.int64)
         except BaseException:
             self.pool.free(blocks)
             raise
-        for sequence, copy in zip(shared, copies, strict=True):
-            self.pool.free(sequence.table[-1:])
-            sequence.table[-1] = copy
-        slots: list[int] = []
-        for sequence, count in zip(sequences, counts, strict=True):
-            start, sequence.length = sequence.length, sequence.length + count
-            while len(sequence.table) < self._blocks_for(sequence.length):
-                sequence.table.append(next(new))
-            slots.extend(self._slots(sequence, start))
-        return self._tensor(slots, torch.int64)
+        for sequence, count, tail in zip(sequences, counts, tails, strict=True):
+            sequence.table[sequence.length // self.block_size :] = tail
+            sequence.length += count
+        self.pool.free(list(sources.values()))
+        return slot_mapping
 
     def fork(self, seq: int) -> int:
         """The id of a new sequence with the same tokens. It shares all blocks, so it costs none."""
@@ -191,8 +189,8 @@ class PagedCache:
         for seq, sequence, count in zip(seqs, sequences, counts, strict=True):
             if count > sequence.length:
                 raise ArgumentError(
-                    f"q_lens asks for {count} queries of sequence {seq}, which has {sequence.length} tokens; queries are "
-                    f"its last tokens: append them first"
+                    f"q_lens asks for {count} queries of sequence {seq}, which has {sequence.length} tokens; queries "
+                    f"are its last tokens: append them first"
                 )
         width = max((len(sequence.table) for sequence in sequences), default=0)
         tables = [sequence.table + [-1] * (width - len(sequence.table)) for sequence in sequences]
@@ -204,7 +202,7 @@ class PagedCache:
         }
 
     def read(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
-        """A copy of all rows of a sequence in one layer: keys and values [length, kv_heads, dim], or MLA's two parts."""
+        """A copy of a sequence's rows in one layer: keys and values [length, kv_heads, dim], or MLA's two parts."""
         length = self.length(seq)
         batch = self.batch([seq], [length])
         first, second = (
@@ -282,22 +280,40 @@ class PagedCache:
         counts = [index(count) for count in counts]
         if len(seqs) != len(counts):
             raise ArgumentError(
-                f"{name} has {len(counts)} entries for {len(seqs)} sequences; it must have one for each: pass both alike"
+                f"{name} has {len(counts)} entries for {len(seqs)} sequences; it must have one for each: pass as many"
             )
         for seq, count in zip(seqs, counts, strict=True):
             if count < 0:
-                raise ArgumentError(f"{name} is {count} for sequence {seq}; it must be 0 or more: pass a count of tokens")
+                raise ArgumentError(
+                    f"{name} is {count} for sequence {seq}; it must be 0 or more: pass a count of tokens"
+                )
         return [self._sequence(seq) for seq in seqs], counts
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)
 
-    def _slots(self, sequence: _Sequence, start: int) -> Iterable[int]:
-        """Slots of the tokens from position `start` on, block by block."""
-        size = self.block_size
-        for i in range(start // size, len(sequence.table)):
-            first = sequence.table[i] * size
-            yield from range(first + max(start - i * size, 0), first + min(sequence.length - i * size, size))
+    def _to_copy(self, sequences: list[_Sequence], counts: list[int]) -> dict[int, int]:
+        """Shared blocks that an append would write, by the index of their sequence.
+
+        Of those who write one block, each takes a copy while somebody else is left to hold the block.
+        """
+        sources: dict[int, int] = {}
+        copied = Counter[int]()
+        for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+            if count and sequence.length % self.block_size:
+                last = sequence.table[-1]
+                if self.pool.ref_count(last) - copied[last] > 1:
+                    sources[i] = last
+                    copied[last] += 1
+        return sources
+
+    def _slots(self, blocks: list[int], offset: int, count: int) -> Iterator[int]:
+        """Slots of `count` tokens that fill blocks one after the other, from `offset` in the first."""
+        for block in blocks:
+            rows = min(self.block_size - offset, count)
+            start = block * self.block_size + offset
+            yield from range(start, start + rows)
+            offset, count = 0, count - rows
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks (source, target) in every layer."""

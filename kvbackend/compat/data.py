@@ -1,13 +1,15 @@
 """Load and check the shipped facts: `matrix.json` and `diagnoses.json`."""
 
+from __future__ import annotations
+
 import json
 import pkgutil
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 MATRIX_SCHEMA, DIAGNOSES_SCHEMA = "kvbackend-matrix/1", "kvbackend-diagnoses/1"
 
 # kind of a matrix row -> the keys that name the row, then those it must also have
-KINDS: Dict[str, tuple] = {
+KINDS: dict[str, tuple] = {
     "torch_npu": (("torch_npu",), ("torch", "product", "cann")),
     "product_cann": (("product", "cann"), ("ok",)),
     "cann_driver": (("cann", "driver"), ("ok",)),
@@ -33,17 +35,17 @@ class DataError(ValueError):
 class Matrix:
     """Rows by kind, in file order; a later row with the same name replaces an earlier one."""
 
-    def __init__(self, rows: List[Dict[str, Any]], version: str) -> None:
+    def __init__(self, rows: list[dict[str, Any]], version: str) -> None:
         self.version = version
-        self._kinds: Dict[str, Dict[tuple, Dict[str, Any]]] = {kind: {} for kind in KINDS}
+        self._kinds: dict[str, dict[tuple, dict[str, Any]]] = {kind: {} for kind in KINDS}
         for row in rows:
             names = tuple(str(row[k]) for k in KINDS[row["kind"]][0])
             self._kinds[row["kind"]][names] = row
 
-    def rows(self, kind: str) -> List[Dict[str, Any]]:
+    def rows(self, kind: str) -> list[dict[str, Any]]:
         return list(self._kinds[kind].values())
 
-    def row(self, kind: str, *names: str) -> Optional[Dict[str, Any]]:
+    def row(self, kind: str, *names: str) -> dict[str, Any] | None:
         return self._kinds[kind].get(names)
 
 
@@ -51,23 +53,37 @@ def check_row(row: Any, where: str) -> None:
     """Raise `DataError` unless `row` is a well-formed matrix row with a source."""
     if not isinstance(row, dict) or row.get("kind") not in KINDS:
         got = row.get("kind") if isinstance(row, dict) else type(row).__name__
-        raise DataError("%s is of kind %r; a row has one of %s: fix the row" % (where, got, ", ".join(KINDS)))
+        raise DataError(
+            "{} is of kind {!r}; a row has one of {}: fix the row".format(where, got, ", ".join(KINDS))
+        )
     names, more = KINDS[row["kind"]]
     missing = [k for k in names + more + ("source", "date", "status") if k not in row]
-    missing += [k for k in names + ("source", "date") if k not in missing and not row[k]]
+    missing += [k for k in (*names, "source", "date") if k not in missing and not row[k]]
     if missing:
-        raise DataError("%s (%s) lacks %s; every row names these: add them" % (where, row["kind"], ", ".join(missing)))
+        raise DataError(
+            "{} ({}) lacks {}; every row names these: add them".format(where, row["kind"], ", ".join(missing))
+        )
     if row["status"] not in STATUSES:
-        raise DataError("%s has status %r; allowed are tested and published: fix it" % (where, row["status"]))
+        raise DataError(
+            "{} has status {!r}; allowed are tested and published: fix it".format(where, row["status"])
+        )
 
 
-def _decode(text: str, where: str, schema: str, key: str) -> Dict[str, Any]:
+def _decode(text: str, where: str, schema: str, key: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise DataError("%s is not JSON (%s); a document of schema %s is: fix the file" % (where, error, schema)) from None
-    if not isinstance(document, dict) or document.get("schema") != schema or not isinstance(document.get(key), list):
-        raise DataError('%s has no "schema": "%s" with a list "%s"; both are needed: fix the file' % (where, schema, key))
+        raise DataError(
+            f"{where} is not JSON ({error}); a document of schema {schema} is: fix the file"
+        ) from None
+    if (
+        not isinstance(document, dict)
+        or document.get("schema") != schema
+        or not isinstance(document.get(key), list)
+    ):
+        raise DataError(
+            f'{where} has no "schema": "{schema}" with a list "{key}"; both are needed: fix the file'
+        )
     return document
 
 
@@ -75,7 +91,7 @@ def _shipped(name: str) -> str:
     return pkgutil.get_data(__name__, name).decode("utf-8")
 
 
-def load_matrix(extra: Optional[str] = None) -> Matrix:
+def load_matrix(extra: str | None = None) -> Matrix:
     """The shipped matrix, with the rows of the JSON file `extra` laid over it."""
     document = _decode(_shipped("matrix.json"), "matrix.json", MATRIX_SCHEMA, "rows")
     rows, version = document["rows"], document["version"]
@@ -84,7 +100,9 @@ def load_matrix(extra: Optional[str] = None) -> Matrix:
             with open(extra, encoding="utf-8") as file:
                 text = file.read()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError("%s cannot be read (%s); --matrix takes a JSON file: check the path" % (extra, error)) from None
+            raise DataError(
+                f"{extra} cannot be read ({error}); --matrix takes a JSON file: check the path"
+            ) from None
         added = _decode(text, extra, MATRIX_SCHEMA, "rows")["rows"]
         for number, row in enumerate(added, 1):
             check_row(row, "row %d of %s" % (number, extra))
@@ -92,11 +110,11 @@ def load_matrix(extra: Optional[str] = None) -> Matrix:
     return Matrix(rows, version)
 
 
-def load_diagnoses() -> Dict[str, Any]:
+def load_diagnoses() -> dict[str, Any]:
     """The shipped failure kinds: a document with `version` and `diagnoses`, a list of rows."""
     return _decode(_shipped("diagnoses.json"), "diagnoses.json", DIAGNOSES_SCHEMA, "diagnoses")
 
 
-def load_translations() -> Dict[str, str]:
+def load_translations() -> dict[str, str]:
     """English sentence -> Chinese sentence, for every message and every failure kind."""
     return json.loads(_shipped("zh.json"))

@@ -1,15 +1,18 @@
 """Messages that remember the sentence they were made from, so that they can be shown in another language."""
 
-from typing import Any, Dict, Iterable
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 
 class Text(str):
     """A finished English message that keeps its template and parameters."""
 
     template: str
-    params: Dict[str, Any]
+    params: dict[str, Any]
 
-    def translate(self, table: Dict[str, str]) -> str:
+    def translate(self, table: dict[str, str]) -> str:
         """The message in the language of `table` (English template -> template), in English where it has none."""
         params = {name: translated(value, table) for name, value in self.params.items()}
         template = table.get(self.template, self.template)
@@ -19,7 +22,7 @@ class Text(str):
 class Joined(Text):
     """Several messages in a row, each translated on its own."""
 
-    def translate(self, table: Dict[str, str]) -> str:
+    def translate(self, table: dict[str, str]) -> str:
         return self.template.join(translated(part, table) for part in self.params.values())
 
 
@@ -38,7 +41,7 @@ def join(parts: Iterable[str], separator: str = ", ") -> Joined:
     return text
 
 
-def translated(value: Any, table: Dict[str, str]) -> Any:
+def translated(value: Any, table: dict[str, str]) -> Any:
     """`value` through `table`: a `Text` by its template, a plain string as a whole, anything else unchanged."""
     if isinstance(value, Text):
         return value.translate(table)

@@ -5,20 +5,33 @@ Within one major.minor.patch the order is trial < dev < alpha < beta < rc < rele
 number is 0, letters compare without case, a local part after `+` is ignored.
 """
 
+from __future__ import annotations
+
 import re
-from typing import List, NamedTuple, Optional, Tuple
+from typing import NamedTuple
 
 _GRAMMAR = re.compile(r"v?\d+(?:[._-]?(?:\d+|[a-z]+))*")
-_STAGE = {"t": -6, "dev": -5, "alpha": -4, "a": -4, "beta": -3, "rc": -2, "c": -2, "b": 1, "build": 1, "post": 2}
+_STAGE = {
+    "t": -6,
+    "dev": -5,
+    "alpha": -4,
+    "a": -4,
+    "beta": -3,
+    "rc": -2,
+    "c": -2,
+    "b": 1,
+    "build": 1,
+    "post": 2,
+}
 _END = (0, -1)
 
 
 class Version(NamedTuple):
     """A parsed version. Compare with <, ==; `release` is what stands before any word."""
 
-    release: Tuple[int, int, int]
-    tail: Tuple[Tuple[int, int], ...]
-    numbers: Tuple[int, ...]
+    release: tuple[int, int, int]
+    tail: tuple[tuple[int, int], ...]
+    numbers: tuple[int, ...]
     text: str
 
     def __lt__(self, other: tuple) -> bool:
@@ -43,7 +56,7 @@ class Version(NamedTuple):
         return hash(self[:2])
 
 
-def parse(text: object) -> Optional[Version]:
+def parse(text: object) -> Version | None:
     """Parse any version text of the field; None when it is not one. Never raises."""
     if not isinstance(text, str) or len(text) > 64:
         return None
@@ -51,7 +64,7 @@ def parse(text: object) -> Optional[Version]:
     if not _GRAMMAR.fullmatch(clean):
         return None
     tokens = re.findall(r"\d+|[a-z]+", clean.lstrip("v"))
-    numbers: List[int] = []
+    numbers: list[int] = []
     while tokens and tokens[0].isdigit():
         numbers.append(int(tokens.pop(0)))
     tail = [(0, n) for n in numbers[3:]]
@@ -64,10 +77,10 @@ def parse(text: object) -> Optional[Version]:
             return None
         stage = _STAGE[token]
         if token == "b" and "." + token not in clean and "-" + token not in clean:
-            stage = _STAGE["beta"]                                  # 2.0b1 is a beta, 26.1.0.b083 a build
+            stage = _STAGE["beta"]  # 2.0b1 is a beta, 26.1.0.b083 a build
         tail.append((stage, int(tokens.pop(0)) if tokens and tokens[0].isdigit() else 0))
-    release = tuple((numbers + [0, 0, 0])[:3])
-    return Version(release, tuple(tail) + (_END,), tuple(numbers), text.strip())
+    release = tuple(([*numbers, 0, 0, 0])[:3])
+    return Version(release, (*tuple(tail), _END), tuple(numbers), text.strip())
 
 
 def base(text: object) -> str:
@@ -88,10 +101,10 @@ def fits(pattern: str, text: object) -> bool:
     if wanted is None or version.release != wanted.release:
         return False
     stages = wanted.tail[:-1]
-    return version == wanted or bool(stages) and version.tail[: len(stages)] == stages
+    return version == wanted or (bool(stages) and version.tail[: len(stages)] == stages)
 
 
-def within(text: object, bounds: str) -> Optional[bool]:
+def within(text: object, bounds: str) -> bool | None:
     """Whether a version meets a vendor's range such as `>=7.6, <=8.2` or `8.2`; None when either cannot be read.
 
     A bound without words compares at its own precision, so 8.2.0.0.201 meets `<=8.2`.
@@ -110,9 +123,9 @@ def within(text: object, bounds: str) -> Optional[bool]:
     return True
 
 
-def between(text: object, ranges: List[Tuple[str, str]]) -> Optional[bool]:
+def between(text: object, ranges: list[tuple[str, str]]) -> bool | None:
     """Whether a version lies in one of the closed ranges; None when nothing can be compared."""
-    answers = [within(text, ">=%s, <=%s" % pair) for pair in ranges]
+    answers = [within(text, ">={}, <={}".format(*pair)) for pair in ranges]
     return True if True in answers else (False if False in answers else None)
 
 
@@ -121,4 +134,6 @@ def _meets(version: Version, operator: str, bound: Version) -> bool:
         left, right = version[:2], bound[:2]
     else:
         left, right = version.release[: len(bound.numbers)], bound.numbers
-    return {">=": left >= right, "<=": left <= right, ">": left > right, "<": left < right}.get(operator, left == right)
+    return {">=": left >= right, "<=": left <= right, ">": left > right, "<": left < right}.get(
+        operator, left == right
+    )

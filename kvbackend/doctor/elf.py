@@ -1,9 +1,11 @@
 """Read what a shared library needs and offers, without loading it."""
 
+from __future__ import annotations
+
 import mmap
 import re
 import struct
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Callable, NamedTuple, Union
 
 Data = Union[bytes, mmap.mmap]
 _MACHINES = {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
@@ -17,10 +19,10 @@ class Elf(NamedTuple):
 
     machine: str
     soname: str
-    needed: Tuple[str, ...]
-    runpath: Tuple[str, ...]
-    strings: bytes                          # the dynamic string table: names of symbols and version needs
-    undefined: Tuple[str, ...]
+    needed: tuple[str, ...]
+    runpath: tuple[str, ...]
+    strings: bytes  # the dynamic string table: names of symbols and version needs
+    undefined: tuple[str, ...]
     defined: frozenset
 
     def newest(self, family: str) -> str:
@@ -39,7 +41,7 @@ def newest(data: Data, family: str) -> str:
     return prefix + "." + ".".join(map(str, max(numbers))) if numbers else ""
 
 
-def parse(data: Data) -> Optional[Elf]:
+def parse(data: Data) -> Elf | None:
     """Parse a library's bytes; None for anything that is not a sound 64-bit little-endian ELF file."""
     try:
         return _parse(data)
@@ -47,21 +49,21 @@ def parse(data: Data) -> Optional[Elf]:
         return None
 
 
-def _parse(data: Data) -> Optional[Elf]:
+def _parse(data: Data) -> Elf | None:
     if data[:6] != b"\x7fELF\x02\x01":
         return None
-    machine, = struct.unpack_from("<H", data, 18)
-    phoff, = struct.unpack_from("<Q", data, 32)
+    (machine,) = struct.unpack_from("<H", data, 18)
+    (phoff,) = struct.unpack_from("<Q", data, 32)
     phsize, phcount = struct.unpack_from("<HH", data, 54)
-    loads: List[Tuple[int, int, int]] = []
-    dynamic: Tuple[int, int] = (0, 0)
+    loads: list[tuple[int, int, int]] = []
+    dynamic: tuple[int, int] = (0, 0)
     for i in range(min(phcount, 256)):
         kind, _, offset, address, _, size = struct.unpack_from("<IIQQQQ", data, phoff + i * phsize)
         if kind == _LOAD:
             loads.append((address, offset, size))
         elif kind == _DYNAMIC:
             dynamic = (offset, size)
-    entries: Dict[int, List[int]] = {}
+    entries: dict[int, list[int]] = {}
     for i in range(min(dynamic[1] // 16, 4096)):
         tag, number = struct.unpack_from("<qQ", data, dynamic[0] + 16 * i)
         if tag == 0:
@@ -78,30 +80,41 @@ def _parse(data: Data) -> Optional[Elf]:
         return Elf(_MACHINES.get(machine, "?"), "", (), (), b"", (), frozenset())
     size = min(entries.get(_STRSZ, [0])[0], _STRINGS_LIMIT)
     begin = place(entries[_STRTAB][0])
-    strings = data[begin:begin + size]
+    strings = data[begin : begin + size]
 
     def name(offset: int) -> str:
-        return strings[offset:strings.index(b"\0", offset)].decode("utf-8", "replace")
+        return strings[offset : strings.index(b"\0", offset)].decode("utf-8", "replace")
 
     undefined, defined = _symbols(data, entries, place, strings)
     runpath = [p for tag in (_RUNPATH, _RPATH) for n in entries.get(tag, []) for p in name(n).split(":") if p]
     soname = name(entries[_SONAME][0]) if _SONAME in entries else ""
-    return Elf(_MACHINES.get(machine, "?"), soname, tuple(name(n) for n in entries.get(_NEEDED, [])), tuple(runpath),
-               strings, undefined, defined)
+    return Elf(
+        _MACHINES.get(machine, "?"),
+        soname,
+        tuple(name(n) for n in entries.get(_NEEDED, [])),
+        tuple(runpath),
+        strings,
+        undefined,
+        defined,
+    )
 
 
-def _symbols(data: Data, entries: Dict[int, List[int]], place: Callable[[int], int], strings: bytes) -> Tuple[Tuple[str, ...], frozenset]:
+def _symbols(
+    data: Data, entries: dict[int, list[int]], place: Callable[[int], int], strings: bytes
+) -> tuple[tuple[str, ...], frozenset]:
     """Names of the dynamic symbol table, which linkers put right before the string table."""
     begin, end = place(entries[_SYMTAB][0]), place(entries[_STRTAB][0])
     if _SYMTAB not in entries or not 0 < end - begin <= 24 * 500_000:
         return (), frozenset()
     undefined, defined = [], []
-    for offset, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", data[begin:begin + (end - begin) // 24 * 24]):
+    for offset, info, _, section, _, _ in struct.iter_unpack(
+        "<IBBHQQ", data[begin : begin + (end - begin) // 24 * 24]
+    ):
         if not offset or offset >= len(strings):
             continue
-        text = strings[offset:strings.find(b"\0", offset)].decode("utf-8", "replace")
+        text = strings[offset : strings.find(b"\0", offset)].decode("utf-8", "replace")
         if section:
             defined.append(text)
-        elif info >> 4 == 1:                                         # global; weak ones may stay undefined
+        elif info >> 4 == 1:  # global; weak ones may stay undefined
             undefined.append(text)
     return tuple(undefined), frozenset(defined)

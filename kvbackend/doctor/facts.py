@@ -1,12 +1,15 @@
 """Facts: what a probe saw, as plain data. A fact is a dict with a `state` and, by state, value, source, raw or error."""
 
-from typing import Any, Dict, Iterator, Mapping, Optional
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 STATES = ("value", "absent", "unreadable", "unparsed", "timeout", "crashed", "not_run")
 RAW_LIMIT = 4096
 
-Fact = Dict[str, Any]
-Facts = Dict[str, Fact]
+Fact = dict[str, Any]
+Facts = dict[str, Fact]
 
 
 def value(what: Any, source: str = "", **more: Any) -> Fact:
@@ -40,7 +43,7 @@ def _fact(state: str, source: str, **more: Any) -> Fact:
 class View(Mapping):
     """Values of facts by key, for the judge: `view["torch.version"]` is None unless the fact has a value."""
 
-    def __init__(self, facts: Facts, derived: Optional[Dict[str, Any]] = None) -> None:
+    def __init__(self, facts: Facts, derived: dict[str, Any] | None = None) -> None:
         self.facts, self.derived = facts, derived or {}
 
     def __getitem__(self, key: str) -> Any:

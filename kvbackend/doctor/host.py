@@ -3,11 +3,14 @@
 The root is `/` or a mounted image; links inside an image resolve inside it. Nothing is written, ever.
 """
 
+from __future__ import annotations
+
+import builtins
 import errno
 import mmap
 import os
 import stat
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Union
+from typing import Any, Callable, NamedTuple
 
 from kvbackend.doctor import process
 
@@ -29,13 +32,17 @@ class Reading(NamedTuple):
 class Host:
     """A machine, or a tree that looks like one."""
 
-    def __init__(self, root: str = "/", environ: Optional[Dict[str, str]] = None,
-                 run: Callable[..., process.Output] = process.run) -> None:
+    def __init__(
+        self,
+        root: str = "/",
+        environ: dict[str, str] | None = None,
+        run: Callable[..., process.Output] = process.run,
+    ) -> None:
         self.root = os.path.abspath(root)
         self.live = self.root == "/"
-        self.files_read: List[str] = []
+        self.files_read: list[str] = []
         self.run = run
-        self._memo: Dict[Any, Any] = {}
+        self._memo: dict[Any, Any] = {}
         self.environ_known = True
         if environ is not None:
             self.environ = dict(environ)
@@ -44,7 +51,7 @@ class Host:
         else:
             self.environ = self._environ_of_tree()
 
-    def _environ_of_tree(self) -> Dict[str, str]:
+    def _environ_of_tree(self) -> dict[str, str]:
         reading = self.read("/proc/self/environ")
         if reading.state != "value":
             self.environ_known = False
@@ -110,7 +117,7 @@ class Host:
         self.files_read.append(path)
         return Reading("value", b"".join(chunks))
 
-    def map(self, path: str) -> Union[bytes, mmap.mmap]:
+    def map(self, path: str) -> bytes | mmap.mmap:
         """A regular file as mapped memory, of which only what is looked at gets read; empty when there is none."""
         try:
             handle = os.open(self.outside(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -121,7 +128,7 @@ class Host:
                 return b""
             self.files_read.append(path)
             return mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):                               # an empty file cannot be mapped
+        except (OSError, ValueError):  # an empty file cannot be mapped
             return b""
         finally:
             os.close(handle)
@@ -130,7 +137,7 @@ class Host:
         """The text of a small file, '' when there is none."""
         return self.read(path).text
 
-    def list(self, path: str) -> List[str]:
+    def list(self, path: str) -> builtins.list[str]:
         """Names in a folder, sorted; empty when it cannot be listed."""
         try:
             return sorted(os.listdir(self.outside(path)))
@@ -154,12 +161,16 @@ class Host:
         default = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         for folder in self.environ.get("PATH", default).split(":"):
             path = os.path.join(folder, program)
-            if folder.startswith("/") and self.exists(path) and os.access(self.outside(path), os.X_OK) \
-                    and not self.is_dir(path):
+            if (
+                folder.startswith("/")
+                and self.exists(path)
+                and os.access(self.outside(path), os.X_OK)
+                and not self.is_dir(path)
+            ):
                 return path
         return ""
 
-    def paths(self, name: str) -> List[str]:
+    def paths(self, name: str) -> builtins.list[str]:
         """The absolute folders of a colon-separated variable."""
         return [p for p in self.environ.get(name, "").split(":") if p.startswith("/")]
 

@@ -1,23 +1,32 @@
 """Where the dynamic loader would find a library: LD_LIBRARY_PATH, the loader's cache, the default folders."""
 
+from __future__ import annotations
+
 import struct
-from typing import Dict, List, Optional, Tuple
 
 from kvbackend.doctor import elf
 from kvbackend.doctor.host import Host
 
 _CACHE_MAGIC = b"glibc-ld.so.cache1.1"
-_DEFAULTS = ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu",
-             "/usr/lib/aarch64-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
+_DEFAULTS = (
+    "/lib/x86_64-linux-gnu",
+    "/usr/lib/x86_64-linux-gnu",
+    "/lib/aarch64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/lib64",
+    "/usr/lib64",
+    "/lib",
+    "/usr/lib",
+)
 
 
-def parse_cache(data: bytes) -> Dict[str, List[str]]:
+def parse_cache(data: bytes) -> dict[str, list[str]]:
     """The loader's cache: soname -> paths, in its order; empty for anything that is not one."""
     start, found = data.find(_CACHE_MAGIC), {}  # type: int, Dict[str, List[str]]
     if start < 0:
         return found
     try:
-        count, = struct.unpack_from("<I", data, start + 20)
+        (count,) = struct.unpack_from("<I", data, start + 20)
         for i in range(min(count, 100_000)):
             _, key, target = struct.unpack_from("<iII", data, start + 48 + 24 * i)
             names = []
@@ -30,13 +39,15 @@ def parse_cache(data: bytes) -> Dict[str, List[str]]:
     return found
 
 
-def cache(host: Host) -> Dict[str, List[str]]:
+def cache(host: Host) -> dict[str, list[str]]:
     return host.memo("ld.so.cache", lambda: parse_cache(host.read("/etc/ld.so.cache", 16 * 1024 * 1024).data))
 
 
-def find(host: Host, soname: str, runpath: Tuple[str, ...] = (), origin: str = "") -> List[str]:
+def find(host: Host, soname: str, runpath: tuple[str, ...] = (), origin: str = "") -> list[str]:
     """Every place of a library in the loader's order, each real file once."""
-    folders = host.paths("LD_LIBRARY_PATH") + [p.replace("${ORIGIN}", origin).replace("$ORIGIN", origin) for p in runpath]
+    folders = host.paths("LD_LIBRARY_PATH") + [
+        p.replace("${ORIGIN}", origin).replace("$ORIGIN", origin) for p in runpath
+    ]
     candidates = [f.rstrip("/") + "/" + soname for f in folders] + cache(host).get(soname, [])
     candidates += [f + "/" + soname for f in _DEFAULTS]
     seen, found = set(), []
@@ -48,12 +59,12 @@ def find(host: Host, soname: str, runpath: Tuple[str, ...] = (), origin: str = "
     return found
 
 
-def read(host: Host, path: str) -> Optional[elf.Elf]:
+def read(host: Host, path: str) -> elf.Elf | None:
     """The parsed library at a path, once per host; None when it is no library."""
     return host.memo(("elf", host.real(path)), lambda: elf.parse(host.map(path)))
 
 
-def unresolved(host: Host, path: str, given: Tuple[str, ...] = ()) -> List[str]:
+def unresolved(host: Host, path: str, given: tuple[str, ...] = ()) -> list[str]:
     """Names in DT_NEEDED that resolve nowhere; `given` are folders of libraries that the process has loaded before."""
     library = read(host, path)
     if library is None:

@@ -1,14 +1,16 @@
 """Run a program that may hang, flood, fork, abort or print rubbish, and come back in time with what it said."""
 
+from __future__ import annotations
+
 import os
 import selectors
 import signal
 import subprocess
 import time
-from typing import Dict, List, NamedTuple, Optional
+from typing import NamedTuple
 
 OUTPUT_LIMIT = 256 * 1024
-_GRACE_S = 0.3                      # for output that is still in the pipe when the program has ended
+_GRACE_S = 0.3  # for output that is still in the pipe when the program has ended
 
 
 class Output(NamedTuple):
@@ -26,8 +28,13 @@ class Output(NamedTuple):
         return self.stdout + ("\n" if self.stdout and self.stderr else "") + self.stderr
 
 
-def run(argv: List[str], timeout: float, env: Optional[Dict[str, str]] = None, cwd: Optional[str] = None,
-        limit: int = OUTPUT_LIMIT) -> Output:
+def run(
+    argv: list[str],
+    timeout: float,
+    env: dict[str, str] | None = None,
+    cwd: str | None = None,
+    limit: int = OUTPUT_LIMIT,
+) -> Output:
     """Run `argv` in a process group of its own and kill the whole group at the end, whatever happened.
 
     An argument `{answer}` becomes the number of a pipe on which the program may answer apart from its output.
@@ -36,8 +43,16 @@ def run(argv: List[str], timeout: float, env: Optional[Dict[str, str]] = None, c
     answer_read, answer_write = os.pipe()
     argv = [a.replace("{answer}", str(answer_write)) for a in argv]
     try:
-        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                 env=env, cwd=cwd, start_new_session=True, pass_fds=(answer_write,))
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+            pass_fds=(answer_write,),
+        )
     except (OSError, ValueError) as error:
         os.close(answer_read)
         os.close(answer_write)
@@ -59,7 +74,7 @@ def run(argv: List[str], timeout: float, env: Optional[Dict[str, str]] = None, c
     return Output(ended, code, *texts, seconds=time.monotonic() - start)
 
 
-def _watch(child: "subprocess.Popen[bytes]", pipes: Dict[int, bytearray], deadline: float, limit: int) -> str:
+def _watch(child: subprocess.Popen[bytes], pipes: dict[int, bytearray], deadline: float, limit: int) -> str:
     """Collect output until the program ends, time is up or it has said too much."""
     with selectors.DefaultSelector() as selector:
         for pipe in pipes:
@@ -70,7 +85,9 @@ def _watch(child: "subprocess.Popen[bytes]", pipes: Dict[int, bytearray], deadli
             now = time.monotonic()
             if closing is None and child.poll() is not None:
                 closing = min(now + _GRACE_S, deadline)
-            if now >= (deadline if closing is None else closing) or closing is not None and not selector.get_map():
+            if now >= (deadline if closing is None else closing) or (
+                closing is not None and not selector.get_map()
+            ):
                 return "timeout" if closing is None else "exit"
             if not selector.get_map():
                 time.sleep(0.01)
@@ -85,9 +102,9 @@ def _watch(child: "subprocess.Popen[bytes]", pipes: Dict[int, bytearray], deadli
                     return "flood"
 
 
-def _kill_group(child: "subprocess.Popen[bytes]") -> None:
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        pass                                                        # everything in the group has ended already
+        pass  # everything in the group has ended already
     child.wait()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..arrays import need, one_of
+from ..facts import View
 
 _NATIVE_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -84,7 +86,45 @@ def rotary_table(name: str, tensor: Any, cos_sin: Any) -> None:
     even_rotary(cos_sin.shape[1], "cos_sin")
 
 
+def fact(expression: str, **tensors: Any) -> Any:
+    """The value of an expression of arguments' metadata, such as "x.shape[0] % 32".
+
+    Decisions rest on this value alone, not on the sizes it is made of. The expression must have a value for any call.
+    """
+    first = next(iter(tensors.values()))
+    if isinstance(first, View):
+        first._note(expression)
+        tensors = {name: view._tensor for name, view in tensors.items()}
+    return eval(expression, {}, tensors)
+
+
+def shape_is(name: str, tensor: Any, shape: Iterable[Any], what: str, **others: Any) -> None:
+    """A tensor whose rank depends on the call has this shape; counts are given as expressions of the others' metadata."""
+    shape = tuple(shape)
+    got = tensor._tensor.shape if isinstance(tensor, View) else tensor.shape
+    message = (
+        f"{name} has shape {list(got)}; {what}, takes [{', '.join(map(str, shape))}]: pass scales of that granularity or "
+        f"choose the format that has these"
+    )
+    need(tensor.ndim == len(shape), message)
+    for dim, size in enumerate(shape):
+        found = f"(*{name}.shape, 0, 0, 0, 0)[{dim}]"  # zeros: other calls may have fewer dims
+        is_text = isinstance(size, str)
+        rest = fact(f"{found} - {size}" if is_text else found, **{name: tensor}, **others) - (0 if is_text else size)
+        need(rest == 0, message)
+
+
 # values: asked under KVBACKEND_CHECK=values, where waiting for the device is wanted
+
+
+def positive(name: str, scale: Tensor) -> None:
+    """Every multiplier is positive and finite."""
+    wrong = ~((scale > 0) & (scale < torch.inf))
+    need(
+        not bool(wrong.any()),
+        f"{name} holds {scale[wrong].tolist()[:1]} among its {scale.numel()} numbers; all must be positive and finite: "
+        f"calibrate it again",
+    )
 
 
 def slots_within(name: str, slots: Tensor, cache: Tensor) -> None:

@@ -31,9 +31,9 @@ def write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     # it has.
     first = used.to(torch.int8).argmax(0, keepdim=True)  # indexing with a number would ask the device for it
     slots = torch.where(used, slots, slots.index_select(0, first).clamp(min=0))
-    rows = torch.where(_expand(used, rows), rows, rows.index_select(0, first))
+    rows = torch.where(expand(used, rows), rows, rows.index_select(0, first))
     block, offset = slots // block_size, slots % block_size
-    rows = torch.where(_expand(used.any(), rows), rows.to(cache.dtype), cache[block, offset])
+    rows = torch.where(expand(used.any(), rows), rows.to(cache.dtype), cache[block, offset])
     cache[block, offset] = rows
 
 
@@ -41,7 +41,7 @@ def write_blocks(target: Tensor, target_blocks: Tensor, source: Tensor, source_b
     """target [nb, *page][target_blocks] = source [mb, *page][source_blocks]; pairs with a -1 are skipped."""
     if target_blocks.shape[0] == 0 or source.shape[0] == 0:
         return
-    # as integers: not every dtype of a cache (float8) has indexing and `where`
+    # as integers: torch cannot index every dtype of a cache (float8_e8m0fnu, float4_e2m1fn_x2)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
     target, source = target.view(bits), source.view(bits)
     used = (target_blocks >= 0) & (source_blocks >= 0)
@@ -64,7 +64,7 @@ def gather_rows(cache: Tensor, block_table: Tensor, length: Tensor) -> tuple[Ten
     if num_blocks == 0:
         return cache.new_zeros(len(position), *cache.shape[2:]), torch.zeros_like(exists)
     rows = cache[torch.where(in_use, block_table, 0).long()].flatten(0, 1)  # [max_blocks * bs, *row]
-    return rows.masked_fill(~_expand(exists, rows), 0), exists
+    return rows.masked_fill(~expand(exists, rows), 0), exists
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def unpad(padded: list[Tensor], cu_seqlens_q: Tensor, num_tokens: int, empty: fl
     offset = token - cu_seqlens_q.long()[index]
     out = rows[index, offset.clamp(0, rows.shape[1] - 1)]
     inside = (token < cu_seqlens_q[-1]) & (offset < rows.shape[1])
-    return torch.where(_expand(inside, out), out, empty)
+    return torch.where(expand(inside, out), out, empty)
 
 
 def attend(
@@ -144,7 +144,7 @@ def rotate_at(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, 
     angles = cos_sin[positions.long().clamp(min=0)].to(dtype)[:, None]  # [T, 1, rotary_dim]
     cos, sin = angles[..., :half], angles[..., half:]
     turned = rotate(x.to(dtype), cos, -sin if inverse else sin, interleaved).to(x.dtype)
-    return torch.where(_expand(positions >= 0, x), turned, x)
+    return torch.where(expand(positions >= 0, x), turned, x)
 
 
 def gather_slots(
@@ -180,6 +180,6 @@ def check_cu_seqlens(cu_seqlens: Tensor, name: str) -> None:
         )
 
 
-def _expand(mask: Tensor, like: Tensor) -> Tensor:
+def expand(mask: Tensor, like: Tensor) -> Tensor:
     """mask [N] with trailing dims of size 1, as many as `like` has."""
     return mask.reshape(*mask.shape, *[1] * (like.dim() - mask.dim()))

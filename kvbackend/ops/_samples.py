@@ -125,8 +125,8 @@ class MlaPool(Pages):
         yield "block 61", cls(device, dtype, num_blocks=3, block_size=61)
         yield "fused cache", cls(device, dtype, fused=True)
         yield "odd rank", cls(device, dtype, kv_lora_rank=13, qk_rope_head_dim=2)
-        sizes = dict(num_blocks=3, block_size=64, kv_lora_rank=512, qk_rope_head_dim=64)
-        yield "production", cls(device, dtype, fused=True, **sizes)
+        large = cls(device, dtype, num_blocks=3, block_size=64, kv_lora_rank=512, qk_rope_head_dim=64, fused=True)
+        yield "production", large
 
     def caches(self) -> tuple[Tensor, Tensor]:
         """Latent and rotary caches, all NaN; fused, they are slices of one tensor."""

@@ -14,7 +14,7 @@ from ._math import write_rows
 from ._samples import MlaPool
 
 
-@op(group="paged cache", mutates=("ckv_cache", "kpe_cache"))
+@op(group="paged cache", mutates=("ckv_cache", "kpe_cache"), exact=True)
 def concat_and_cache_mla(
     ckv: Float[Tensor, "T kv_lora_rank"],
     kpe: Float[Tensor, "T qk_rope_head_dim"],

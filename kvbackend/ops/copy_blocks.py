@@ -14,7 +14,7 @@ from ._math import write_blocks
 from ._samples import MlaPool, Pool
 
 
-@op(group="paged cache", mutates=("cache",))
+@op(group="paged cache", mutates=("cache",), exact=True)
 def copy_blocks(cache: Rows[Tensor, "nb *page"], block_mapping: Index[Tensor, "n 2"]) -> None:
     """Copy whole blocks to other blocks of the same pool, byte for byte: copy-on-write of shared blocks.
 
@@ -64,5 +64,6 @@ def _(device, dtype):
     yield "no blocks", call(Pool(device, dtype, num_blocks=0), [[-1, -1]])
     transposed = call(small, [[0, 1], [2, 3]])
     yield "transposed pairs", {**transposed, "block_mapping": transposed["block_mapping"].T.contiguous().T}
+    yield "one number per block", dict(cache=small.randn(4), block_mapping=small.ints([[0, 1]]))
     codes = torch.arange(5 * 37, dtype=torch.int32).to(torch.uint8).reshape(5, 37).to(device)
     yield "byte records", dict(cache=codes, block_mapping=small.ints([[0, 4], [1, 2]]))

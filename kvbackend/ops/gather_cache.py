@@ -13,7 +13,7 @@ from . import _checks, _math
 from ._samples import NO_BLOCK, MlaPool, Pool
 
 
-@op(group="paged cache")
+@op(group="paged cache", exact=True)
 def gather_cache(
     cache: Float[Tensor, "nb bs *row"],
     block_table: Index[Tensor, "B max_blocks"],
@@ -129,6 +129,8 @@ def _(device, dtype):
     yield "missing block", holed
     none = call(Pool(device, dtype, num_blocks=0), [0], num_tokens=2)
     yield "no blocks", {**none, "block_table": small.ints([[-1]]), "cu_seqlens": small.ints([0, 2])}
+    scales = small.randn(4, 3)
+    yield "one number per token", {**call(small, [5]), "cache": scales, "block_table": small.ints([[2, 0]])}
     wide = call(small, [7, 3])
     table = wide["block_table"]
     yield "sliced table", {**wide, "block_table": table.repeat(1, 2)[:, : table.shape[1]]}

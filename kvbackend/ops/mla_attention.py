@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import Float, Float32, Index, Int32
+from ..arrays import Float, Float32, Index, Int32, Rows
 from ..spec import op
-from . import _checks, _math
+from . import _checks, _formats, _math
 from ._samples import BATCHES, Pool
 
 
 @op(group="dense attention")
 def mla_attention(
     q_nope: Float[Tensor, "T H kv_lora_rank"],
-    q_pe: Float[Tensor, "T H rope"],
-    ckv_cache: Float[Tensor, "nb bs kv_lora_rank"],
-    kpe_cache: Float[Tensor, "nb bs rope"],
+    q_pe: Float[Tensor, "T H qk_rope_head_dim"],
+    ckv_cache: Rows[Tensor, "nb bs latent_width"],
+    kpe_cache: Float[Tensor, "nb bs qk_rope_head_dim"],
     block_table: Index[Tensor, "B max_blocks"],
     seq_lens: Int32[Tensor, "B"],
     cu_seqlens_q: Int32[Tensor, "B+1"],
@@ -27,13 +27,14 @@ def mla_attention(
     causal: bool = True,
     kv_format: str = "auto",
     k_scale: Float32[Tensor, "1"] | None = None,
-    k_scale_cache: Float32[Tensor, "nb bs"] | None = None,
+    k_scale_cache: Rows[Tensor, "nb bs *k_scales"] | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend in MLA's latent space: every head reads the one latent row of a token as key and as value.
 
-    q_nope           [T, H, kv_lora_rank], with W_UK absorbed (absorb_q); q_pe [T, H, rope], RoPE applied
-    ckv_cache        [nb, bs, kv_lora_rank], kpe_cache [nb, bs, rope]; any strides, q's dtype
+    q_nope           [T, H, kv_lora_rank], with W_UK absorbed (absorb_q); q_pe [T, H, qk_rope_head_dim], RoPE applied
+    ckv_cache        [nb, bs, kv_lora_rank], kpe_cache [nb, bs, qk_rope_head_dim]; any strides, q's dtype. A quantized
+                     kv_format stores codes in ckv_cache, 4-bit ones two in a byte
     block_table, seq_lens, cu_seqlens_q, max_seqlen_q, causal   as in paged_attention
     softmax_scale    (qk_nope_head_dim + qk_rope_head_dim) ** -0.5, times YaRN's mscale squared where the model has it;
                      never derived from the latent dims
@@ -51,13 +52,14 @@ def mla_attention(
             q_nope.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32),
         )
     dtype = _math.compute_dtype(q_nope)
+    latents, rotary = _formats.latent(kv_format, ckv_cache, kpe_cache, k_scale, k_scale_cache)
     q = torch.cat((q_nope, q_pe), -1).to(dtype)  # [T, H, kv_lora_rank + rope]
     outs, lses = [], []
     for sequence in _math.sequences(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens):
         table = block_table[sequence.index]
-        ckv, exists = _math.gather_rows(ckv_cache, table, sequence.length)  # [S, kv_lora_rank], [S]
-        kpe, _ = _math.gather_rows(kpe_cache, table, sequence.length)
-        k = torch.cat((ckv, kpe), -1).to(dtype)[:, None]  # one kv head
+        ckv, exists = latents.gather(table, sequence.length, dtype)  # [S, kv_lora_rank], [S]
+        kpe, _ = rotary.gather(table, sequence.length, dtype)
+        k = torch.cat((ckv, kpe), -1)[:, None]  # one kv head
         allowed = exists[None] & (sequence.positions >= 0)[:, None]
         if causal:
             allowed = allowed & (torch.arange(len(exists), device=q.device)[None] <= sequence.positions[:, None])
@@ -72,9 +74,10 @@ def mla_attention(
 
 @mla_attention.check
 def _(q_nope, q_pe, ckv_cache, kpe_cache, kv_format, k_scale, k_scale_cache, **_):
-    _checks.kv_format(kv_format, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
-    _checks.no_scales(kv_format, k_scale=k_scale, k_scale_cache=k_scale_cache)
-    _checks.same_dtype("q_nope", q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+    latents, rotary = _formats.latent(kv_format, ckv_cache, kpe_cache, k_scale, k_scale_cache)
+    latents.check("q_nope", q_nope, q_nope.shape[2])
+    rotary.check("q_nope", q_nope)
+    _checks.same_dtype("q_nope", q_nope, q_pe=q_pe)
 
 
 @mla_attention.values

@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import Float, Float32, Index, Int32, need
+from .. import formats
+from ..arrays import Float, Float32, Index, Int32, Rows, need
 from ..spec import op
-from . import _checks, _math
+from . import _checks, _formats, _math
 from ._samples import BATCHES, Maker, Pool
 
 
 @op(group="dense attention")
 def paged_attention(
     q: Float[Tensor, "T H D"],
-    key_cache: Float[Tensor, "nb bs Hk D"],
-    value_cache: Float[Tensor, "nb bs Hk Dv"],
+    key_cache: Rows[Tensor, "nb bs Hk key_width"],
+    value_cache: Rows[Tensor, "nb bs Hk value_width"],
     block_table: Index[Tensor, "B max_blocks"],
     seq_lens: Int32[Tensor, "B"],
     cu_seqlens_q: Int32[Tensor, "B+1"],
@@ -27,10 +28,10 @@ def paged_attention(
     window: int = -1,
     softcap: float = 0.0,
     sinks: Float[Tensor, "H"] | None = None,
-    k_scale: Float32[Tensor, "1|Hk"] | None = None,
-    v_scale: Float32[Tensor, "1|Hk"] | None = None,
-    k_scale_cache: Float32[Tensor, "nb bs Hk"] | None = None,
-    v_scale_cache: Float32[Tensor, "nb bs Hk"] | None = None,
+    k_scale: Float32[Tensor, "*k_scale"] | None = None,
+    v_scale: Float32[Tensor, "*v_scale"] | None = None,
+    k_scale_cache: Rows[Tensor, "nb *k_scales"] | None = None,
+    v_scale_cache: Rows[Tensor, "nb *v_scales"] | None = None,
     kv_format: str = "auto",
     key_positions: Index[Tensor, "nb bs"] | None = None,
     rope_cos_sin: Float[Tensor, "P rotary_dim"] | None = None,
@@ -44,7 +45,8 @@ def paged_attention(
     n queries, query i stands at position seq_lens - n + i. Query head h reads kv head h // (H / Hk).
 
     q                [T, H, D]; any strides
-    key_cache        [nb, bs, Hk, D], value_cache [nb, bs, Hk, Dv]; any strides, q's dtype
+    key_cache        [nb, bs, Hk, D], value_cache [nb, bs, Hk, Dv]; any strides, q's dtype. A quantized kv_format stores
+                     codes, 4-bit ones two in a byte
     block_table      [B, max_blocks] blocks of each sequence; entries past seq_lens are never looked at, -1 is no block
     seq_lens         [B] tokens in the cache, the current ones included
     cu_seqlens_q     [B+1] running sum of the numbers of queries, from 0; rows of q past its end give 0
@@ -54,7 +56,9 @@ def paged_attention(
     window           a query at position p sees keys from p - window + 1 on; -1: no limit
     softcap          c > 0 turns logits s into c * tanh(s / c), after the scale and before the mask
     sinks            [H] logits that enter only the softmax denominator; neither scaled nor capped
-    k_scale, v_scale, k_scale_cache, v_scale_cache, kv_format   as in reshape_and_cache
+    k_scale, v_scale, k_scale_cache, v_scale_cache, kv_format   as in reshape_and_cache. "int4" is read here too: key
+                     scales [nb, bs / group, Hk, D, 2], value scales [nb, bs, Hk, Dv / group, 2]; seq_lens then counts
+                     whole groups
     key_positions    [nb, bs] positions of cached tokens where they are not 0, 1, ... (after eviction). A query's own
                      position is that of its own row
     rope_cos_sin     [P, rotary_dim], cos then sin: rotate the first rotary_dim dims of each key at its position as it
@@ -67,18 +71,20 @@ def paged_attention(
     """
     _math.check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
     num_tokens, num_heads, _ = q.shape
+    keys, values = _caches(
+        key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache
+    )
     if num_tokens == 0 or seq_lens.shape[0] == 0 or max_seqlen_q <= 0:
         return (
-            q.new_zeros(num_tokens, num_heads, value_cache.shape[-1]),
+            q.new_zeros(num_tokens, num_heads, values.width()),
             q.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32),
         )
     dtype = _math.compute_dtype(q)
     outs, lses = [], []
     for sequence in _math.sequences(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens):
         table = block_table[sequence.index]
-        k, exists = _math.gather_rows(key_cache, table, sequence.length)  # [S, Hk, D], [S]
-        v, _ = _math.gather_rows(value_cache, table, sequence.length)
-        k, v = k.to(dtype), v.to(dtype)
+        k, exists = keys.gather(table, sequence.length, dtype)  # [S, Hk, D], [S]
+        v, _ = values.gather(table, sequence.length, dtype)
         k_position = torch.arange(len(exists), device=q.device)
         q_position = sequence.positions
         if key_positions is not None:
@@ -107,16 +113,20 @@ def paged_attention(
     return out, _math.unpad(lses, cu_seqlens_q, num_tokens, -torch.inf).float()
 
 
+def _caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache):
+    return _formats.caches(
+        kv_format, ("key_cache", key_cache), ("value_cache", value_cache), k_scale, v_scale, k_scale_cache, v_scale_cache
+    )
+
+
 @paged_attention.check
 def _(
     q, key_cache, value_cache, window, softcap, sinks, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache,
     rope_cos_sin, **_,
 ):  # fmt: skip
-    _checks.kv_format(kv_format, key_cache=key_cache, value_cache=value_cache)
-    _checks.no_scales(
-        kv_format, k_scale=k_scale, v_scale=v_scale, k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache
-    )
-    _checks.same_dtype("q", q, key_cache=key_cache, value_cache=value_cache)
+    keys, values = _caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
+    keys.check("q", q, q.shape[2])
+    values.check("q", q)
     _checks.heads_divide(q.shape[1], key_cache.shape[2])
     _checks.window(window)
     _checks.softcap(softcap)
@@ -135,10 +145,11 @@ def _(q, key_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, **_):
 
 
 @paged_attention.fake
-def _(q, value_cache, return_lse, **_):
+def _(q, value_cache, kv_format, return_lse, **_):
     num_tokens, num_heads, _ = q.shape
+    value_dim = _formats.Cached("value_cache", value_cache, formats.pair(kv_format)[1]).width()
     return (
-        q.new_empty(num_tokens, num_heads, value_cache.shape[-1]),
+        q.new_empty(num_tokens, num_heads, value_dim),
         q.new_empty((num_tokens, num_heads) if return_lse else (0,), dtype=torch.float32),
     )
 

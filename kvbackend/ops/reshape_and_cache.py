@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import Float, Float32, Index
+from ..arrays import Float, Float32, Index, Rows
 from ..spec import op
-from . import _checks
-from ._math import write_rows
+from . import _checks, _formats
 from ._samples import Pool
 
 
@@ -18,40 +17,49 @@ from ._samples import Pool
 def reshape_and_cache(
     key: Float[Tensor, "T Hk D"],
     value: Float[Tensor, "T Hk Dv"],
-    key_cache: Float[Tensor, "nb bs Hk D"],
-    value_cache: Float[Tensor, "nb bs Hk Dv"],
+    key_cache: Rows[Tensor, "nb bs Hk key_width"],
+    value_cache: Rows[Tensor, "nb bs Hk value_width"],
     slot_mapping: Index[Tensor, "<=T"],
     kv_format: str = "auto",
-    k_scale: Float32[Tensor, "1|Hk"] | None = None,
-    v_scale: Float32[Tensor, "1|Hk"] | None = None,
-    k_scale_cache: Float32[Tensor, "nb bs Hk"] | None = None,
-    v_scale_cache: Float32[Tensor, "nb bs Hk"] | None = None,
+    k_scale: Float32[Tensor, "*k_scale"] | None = None,
+    v_scale: Float32[Tensor, "*v_scale"] | None = None,
+    k_scale_cache: Rows[Tensor, "nb bs *k_scales"] | None = None,
+    v_scale_cache: Rows[Tensor, "nb bs *v_scales"] | None = None,
 ) -> None:
     """Write the key and value rows of any tokens to their slots of a paged cache.
 
     key, value               [T, Hk, D | Dv]; any strides
-    key_cache, value_cache   [nb, bs, Hk, D | Dv], written in place; any strides, key's dtype
+    key_cache, value_cache   [nb, bs, Hk, width], written in place; any strides. Without a quantized format width is D or
+                             Dv and the dtype is key's; a quantized one stores codes, 4-bit ones two in a byte
     slot_mapping             slot of each token, block * bs + offset; -1 skips the token. It may be shorter than key
                              (graph padding): the tokens beyond it are skipped.
-    kv_format                how a cached token reads; "auto": as the cache's dtype says
-    k_scale, v_scale         dequantization multipliers of a format that has them, for all heads or per head
-    k_scale_cache, v_scale_cache   per-token scales of a format that has them, written beside the codes
+    kv_format                how a cached token reads: "auto", as the cache's dtype says, or a name of
+                             `kvbackend.formats`; "int8/fp8_e4m3" names one for keys and one for values
+    k_scale, v_scale         dequantization multipliers that the format has per tensor [1], head [Hk] or channel [Hk, D];
+                             the global scale [1] of nvfp4
+    k_scale_cache, v_scale_cache   [nb, bs, Hk] or [nb, bs, Hk, D / group], written beside the codes: the scales of a
+                             format that has them per token and head, or per group of channels
 
+    Codes and scales are exact to the bit, those of `quantize_kv`; what becomes of NaN and inf stands there.
     Undefined: two tokens with one slot; on accelerators, a slot outside the cache (the CPU kernel skips it).
     Source: the slot and block-table convention of vLLM's paged attention (arXiv 2309.06180, section 4).
     """
     num_tokens = slot_mapping.shape[0]
-    write_rows(key_cache, slot_mapping, key[:num_tokens])
-    write_rows(value_cache, slot_mapping, value[:num_tokens])
+    keys, values = _formats.caches(
+        kv_format, ("key_cache", key_cache), ("value_cache", value_cache), k_scale, v_scale, k_scale_cache, v_scale_cache
+    )
+    keys.write(slot_mapping, key[:num_tokens])
+    values.write(slot_mapping, value[:num_tokens])
 
 
 @reshape_and_cache.check
 def _(key, value, key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache, **_):
-    _checks.kv_format(kv_format, key_cache=key_cache, value_cache=value_cache)
-    _checks.no_scales(
-        kv_format, k_scale=k_scale, v_scale=v_scale, k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache
+    keys, values = _formats.caches(
+        kv_format, ("key_cache", key_cache), ("value_cache", value_cache), k_scale, v_scale, k_scale_cache, v_scale_cache
     )
-    _checks.same_dtype("key", key, key_cache=key_cache, value=value, value_cache=value_cache)
+    keys.check("key", key, key.shape[2], writes=True)
+    values.check("value", value, value.shape[2], writes=True)
+    _checks.same_dtype("key", key, value=value)
 
 
 @reshape_and_cache.values

@@ -14,7 +14,7 @@ from ._math import write_blocks
 from ._samples import Maker, MlaPool, Pool
 
 
-@op(group="paged cache", mutates=("target",), any_device=("source", "target", "block_mapping"))
+@op(group="paged cache", mutates=("target",), any_device=("source", "target", "block_mapping"), exact=True)
 def swap_blocks(
     source: Rows[Tensor, "nb_source *page"],
     target: Rows[Tensor, "nb_target *page"],
@@ -94,5 +94,6 @@ def _(device, dtype):
     yield "all padding", call(filled(small), small.caches()[0], [[-1, -1]])
     yield "empty", call(filled(small), small.caches()[0], [])
     yield "empty source", call(filled(Pool(device, dtype, num_blocks=0)), small.caches()[0], [[-1, 2]])
+    yield "one number per block", call(small.randn(4), small.randn(5), [[0, 4]])
     codes = torch.arange(5 * 37, dtype=torch.int32).to(torch.uint8).reshape(5, 37).to(device)
     yield "byte records", call(codes, torch.zeros_like(codes), [[0, 4], [1, 2]])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
 from itertools import groupby
 
 from .. import formats
@@ -29,7 +28,7 @@ class Stored:
     """
 
     rows: Rows
-    row_bytes: Fraction
+    row_bytes: int
     term: str
     page_rows: int
     page_bytes: int
@@ -43,7 +42,7 @@ class Stored:
         rows = max(int(tokens * self.share) - self.skip, 0) // self.rows.tokens_per_row
         return rows if self.limit is None else min(rows, self.limit)
 
-    def bytes_at(self, tokens: int) -> Fraction:
+    def bytes_at(self, tokens: int) -> int:
         """Bytes of the rows of one sequence."""
         return self.count(tokens) * self.row_bytes
 
@@ -72,11 +71,12 @@ class Stored:
     def fixed(self) -> Fraction:
         """Bytes beyond `per_token` x tokens, once every window is full."""
         if self.limit is not None:
-            return self.limit * self.row_bytes
+            return Fraction(self.limit * self.row_bytes)
         return -Fraction(self.skip, self.rows.tokens_per_row) * self.row_bytes
 
     @property
     def _growth(self) -> Fraction:
+        """Rows that one more token adds."""
         return Fraction(0) if self.limit is not None else self.share / self.rows.tokens_per_row
 
 
@@ -87,19 +87,23 @@ class StoredLayer:
     index: int
     layer: Layer
     stored: tuple[Stored, ...]
-    read: tuple[tuple[Stored, int | None], ...]
+    read: tuple[tuple[tuple[Stored, ...], int | None], ...]
 
     @property
     def per_token(self) -> Fraction:
         """Bytes per token of this layer."""
         return sum((part.per_token for part in self.stored), Fraction(0))
 
-    def read_bytes_at(self, tokens: int) -> Fraction:
-        """Bytes that one decode step of one sequence reads here."""
-        total = Fraction(0)
-        for part, limit in self.read:
-            rows = part.count(tokens)
-            total += (rows if limit is None else min(rows, limit)) * part.row_bytes
+    def read_bytes_at(self, tokens: int) -> int:
+        """Bytes that one decode step of one sequence reads here; of selected rows, the smallest."""
+        total = 0
+        for parts, limit in self.read:
+            for part in sorted(parts, key=lambda part: part.row_bytes):
+                rows = part.count(tokens)
+                if limit is not None:
+                    rows = min(rows, limit)
+                    limit -= rows
+                total += rows * part.row_bytes
         return total
 
 
@@ -111,16 +115,17 @@ class Cache:
     scheme: Scheme
     block_size: int
     only: range | None = None
+    layers: tuple[StoredLayer, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check(self.model, self.scheme, self.block_size)
-        assert self.layers  # counted now, so that what cannot be counted is refused here
-
-    @cached_property
-    def layers(self) -> tuple[StoredLayer, ...]:
-        """Every layer's rows with their formats."""
         every = range(len(self.model.layers)) if self.only is None else self.only
-        return tuple(self._stored_layer(index, self.model.layers[index]) for index in every)
+        layers = tuple(self._stored_layer(index, self.model.layers[index]) for index in every)
+        object.__setattr__(self, "layers", layers)
+
+    def stage(self, layers: range) -> Cache:
+        """The cache of one pipeline stage."""
+        return self if layers == range(len(self.model.layers)) else replace(self, only=layers)
 
     @property
     def per_token(self) -> Fraction:
@@ -147,17 +152,17 @@ class Cache:
         """Bytes of the scales that the whole cache has once."""
         return sum(part.fixed_scale_bytes for part in self._parts())
 
-    def bytes_at(self, tokens: int) -> Fraction:
+    def bytes_at(self, tokens: int) -> int:
         """Bytes of one sequence of `tokens` tokens: records and states."""
-        return sum((part.bytes_at(tokens) for part in self._parts()), Fraction(self.state_bytes))
+        return self.state_bytes + sum(part.bytes_at(tokens) for part in self._parts())
 
     def allocated_at(self, tokens: int) -> int:
         """Bytes of one sequence of `tokens` tokens: pages and states."""
         return self.state_bytes + sum(part.allocated_at(tokens) for part in self._parts())
 
-    def read_bytes_at(self, tokens: int) -> Fraction:
+    def read_bytes_at(self, tokens: int) -> int:
         """Bytes of the cache that one decode step of one sequence reads."""
-        return sum((layer.read_bytes_at(tokens) for layer in self.layers), Fraction(0))
+        return sum(layer.read_bytes_at(tokens) for layer in self.layers)
 
     def pool_bytes(self, num_blocks: int) -> int:
         """Bytes of a pool of `num_blocks` blocks that every layer with growing rows shares block ids of."""
@@ -176,24 +181,18 @@ class Cache:
 
     def formula_of_fixed(self) -> str:
         """Fixed bytes per sequence with the numbers put in."""
-        added = (f"{part.limit} rows x {number(part.row_bytes)}" for part in self._parts() if part.limit is not None)
+        added = (f"{part.limit} rows x {part.row_bytes}" for part in self._parts() if part.limit is not None)
         states = (f"{layer.layer.state_bytes} (state)" for layer in self.layers if layer.layer.state_bytes)
         elsewhere = (
-            f"{part.skip} rows x {number(part.row_bytes)}" for part in self._parts() if part.limit is None and part.skip
+            f"{part.skip} rows x {part.row_bytes}" for part in self._parts() if part.limit is None and part.skip
         )
         text = " + ".join(_tally([*added, *states])) or "0"
         text += "".join(f" - {term}" for term in _tally(elsewhere))
         return f"{text} = {number(self.fixed_per_sequence)} B per sequence"
 
     def _signature(self, layer: StoredLayer) -> str:
-        parts = [
-            part.term
-            + (f" / {part.rows.tokens_per_row}" if part.rows.tokens_per_row > 1 else "")
-            + (f" x {number(part.share)}" if part.share != 1 else "")
-            for part in layer.stored
-            if part.limit is None
-        ]
-        return f"{layer.layer.kind} layers x ({' + '.join(parts)})"
+        parts = " + ".join(_rate(part) for part in layer.stored if part.limit is None)
+        return f"{layer.layer.kind} layers x ({parts})"
 
     def _parts(self) -> Iterable[Stored]:
         return (part for layer in self.layers for part in layer.stored)
@@ -201,10 +200,10 @@ class Cache:
     def _stored_layer(self, index: int, layer: Layer) -> StoredLayer:
         by_rows = {rows: self._stored(index, rows) for rows in layer.keeps}
         for read in layer.reads:
-            # rows of another layer are stored in that layer's format
-            by_rows.setdefault(read.rows, self._stored(layer.source, read.rows))
+            if read.rows not in by_rows:  # of another layer, in that layer's format
+                by_rows[read.rows] = self._stored(layer.source, read.rows)
         stored = tuple(part for rows in layer.keeps for part in by_rows[rows])
-        reads = tuple((part, read.limit) for read in layer.reads for part in by_rows[read.rows])
+        reads = tuple((by_rows[read.rows], read.limit) for read in layer.reads)
         return StoredLayer(index, layer, stored, reads)
 
     def _stored(self, index: int, rows: Rows) -> tuple[Stored, ...]:
@@ -246,19 +245,16 @@ class Cache:
         )
 
     def _one(self, rows: Rows, names: tuple[str, ...], skip: int, share: Fraction, limit: int | None) -> Stored:
-        if rows.page_rows is not None:
-            page_rows = rows.page_rows
-        else:
-            page_rows = self.block_size // rows.tokens_per_row
+        page_rows = rows.page_rows or self.block_size // rows.tokens_per_row
         if names[0] in formats.record_names():
             record = formats.record(names[0])
-            row_bytes, term = Fraction(record.row_bytes), str(record.row_bytes)
+            row_bytes, term = record.row_bytes, str(record.row_bytes)
             page_bytes, fixed = record.page_bytes(page_rows), 0
         else:
-            pairs = [(vector, formats.get(names[vector.name == "value"])) for vector in rows.vectors]
-            row_bytes = sum((fmt.bytes_per_token(v.heads, v.dim) for v, fmt in pairs), Fraction(0))
+            pairs = [(vector, _format(vector, names)) for vector in rows.vectors]
+            row_bytes = sum(fmt.bytes_per_token(v.heads, v.dim) for v, fmt in pairs)
             term = " + ".join(_term(vector, fmt) for vector, fmt in pairs)
-            page_bytes = int(page_rows * row_bytes)
+            page_bytes = page_rows * row_bytes
             fixed = sum(fmt.fixed_scale_bytes(v.heads, v.dim) for v, fmt in pairs)
         return Stored(rows, row_bytes, term, page_rows, page_bytes, skip, share, limit, fixed)
 
@@ -274,11 +270,24 @@ def _with_vectors(rows: Rows, *vectors: Vector) -> Rows:
     return replace(rows, vectors=vectors)
 
 
+def _format(vector: Vector, names: tuple[str, ...]) -> formats.KVFormat:
+    """The format of one vector. MLA's rotary part is small and sensitive, so only the latent is ever quantized."""
+    found = formats.get(names[vector.name == "value"])
+    return formats.get(FULL_PRECISION) if vector.name == "rope" and found.quantized else found
+
+
+def _rate(part: Stored) -> str:
+    """Bytes per token of growing rows, as text."""
+    per_row, share = part.rows.tokens_per_row, part.share
+    term = f"({part.term})" if share != 1 and " + " in part.term else part.term
+    return f"{term}{f' / {per_row}' if per_row > 1 else ''}{f' x {number(share)}' if share != 1 else ''}"
+
+
 def _term(vector: Vector, fmt: formats.KVFormat) -> str:
     """One vector's bytes, as text: heads x (codes + scales)."""
     codes = fmt.code_bytes_per_token(1, vector.dim)
     scales = fmt.scale_bytes_per_token(1, vector.dim)
-    one = f"({codes} + {number(scales)})" if scales else f"{vector.dim} x {number(Fraction(fmt.bits, 8))}"
+    one = f"({codes} + {scales})" if scales else f"{vector.dim} x {number(Fraction(fmt.bits, 8))}"
     return one if vector.heads == 1 else f"{vector.heads} x {one}"
 
 

@@ -116,5 +116,3 @@ def _check_format(model: Model, scheme: Scheme, rows: Rows, name: str) -> None:
             f"kv_format is {name!r}, which scales keys per channel and values per token; in {model.name} one row is "
             f"both ({_held(rows)}): choose fp4_e2m1, mxfp4 or nvfp4 for 4 bits"
         )
-    for vector in rows.vectors:
-        formats.get(name).bytes_per_token(vector.heads, vector.dim)

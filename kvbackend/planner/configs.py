@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,9 @@ _SPELLINGS = {
 # Architectures whose own code defines an absent field so. For all others an absent field is an error.
 # fmt: off
 _HEAD_DIM_IS_HIDDEN_OVER_HEADS = frozenset({
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "phi", "phi3", "gpt2",
-    "gpt_neox", "opt", "bloom", "falcon", "starcoder2", "gpt_bigcode", "olmo", "olmo2", "granite", "stablelm", "smollm3",
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "phi", "phi3",
+    "gpt2", "gpt_neox", "opt", "bloom", "falcon", "starcoder2", "gpt_bigcode", "olmo", "olmo2", "granite", "stablelm",
+    "smollm3",
 })
 _KV_HEADS_ARE_HEADS = frozenset({"llama", "phi", "gpt2", "gpt_neox", "opt", "bloom", "olmo"})
 _EVERY_LAYER_SLIDES = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
@@ -86,7 +86,8 @@ def builtin(name: str) -> Model:
         )
     entry = table[found]
     known = {key: entry[key] for key in _WEIGHT_FACTS if key in entry}
-    return replace(from_config(entry["config"], found), source=entry["source"], **known)
+    model = from_config(entry["config"], found)
+    return replace(model, source=entry["source"], notes=(*model.notes, *entry.get("notes", ())), **known)
 
 
 _WEIGHT_FACTS = ("parameters", "active_parameters", "weights_dtype", "experts_dtype", "weights_bytes")
@@ -94,7 +95,7 @@ _WEIGHT_FACTS = ("parameters", "active_parameters", "weights_dtype", "experts_dt
 
 @cache
 def _builtin_table() -> dict[str, dict[str, Any]]:
-    text = resources.files(__package__).joinpath("models.json").read_text("utf-8")
+    text = Path(__file__).with_name("models.json").read_text("utf-8")
     table: dict[str, dict[str, Any]] = json.loads(text)
     for entry in table.values():
         if base := entry.get("same_as"):
@@ -291,7 +292,7 @@ def _layer_types(fields: _Fields, layers: int, *known: str) -> list[str] | None:
 
 def _mla(fields: _Fields) -> Model:
     layers, rank, rope = (fields.size(f) for f in ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim"))
-    _layer_types(fields, layers, "full_attention")
+    _layer_types(fields, layers, "full_attention", "indexed_attention")
     native, notes = _dtype(fields)
     indexed = fields.get("index_topk") is not None or fields.get("index_head_dim") is not None
     per_layer: tuple[Layer, ...]

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
@@ -27,12 +27,12 @@ WEIGHT_BITS = {
 }  # fmt: skip
 
 
-def parse_bytes(value: int | str, argument: str) -> int:
+def parse_bytes(value: int | str, argument: str, *, least: int = 1 << 20) -> int:
     """Bytes from a number, or from text with a unit: "80GiB" (2^30), "80GB" (10^9), "80G" (2^30)."""
     size = value if isinstance(value, int) else _parse(value, _BYTE_UNITS, argument, "80GiB, 80GB or bytes")
-    if size < 1 << 20:
+    if size < least:
         raise ArgumentError(
-            f"{argument} is {value!r}, {size} bytes; it must be 1 MiB or more: write the unit, as in 80GiB"
+            f"{argument} is {value!r}, {size} bytes; it must be {least} bytes or more: write the unit, as in 80GiB"
         )
     return size
 
@@ -104,7 +104,7 @@ def find_device(name: str) -> Device:
 
 @cache
 def _device_table() -> dict[str, dict[str, Any]]:
-    text = resources.files(__package__).joinpath("devices.json").read_text("utf-8")
+    text = Path(__file__).with_name("devices.json").read_text("utf-8")
     table: dict[str, dict[str, Any]] = json.loads(text)
     return table
 

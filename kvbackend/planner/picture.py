@@ -26,17 +26,17 @@ def plot(plans: Sequence[Plan], file: str) -> None:
         raise ArgumentError(f"--plot is {file!r}, in a folder that does not exist: create it or choose another")
     first = plans[0]
     longest = first.model.max_context or max(131072, first.context)
-    contexts = [max(1, longest * step // 64) for step in range(65)]
+    contexts = sorted({max(1, int(longest / 2 ** (step / 4))) for step in range(41)})
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     lines, bars = figure.subplots(1, 2)
     for made in plans:
-        used = [made.sequences * made.allocated_bytes_at(n) / GIB for n in contexts]
-        lines.plot(contexts, used, label=made.scheme.name)
+        lines.plot(contexts, [made.device_bytes_at(n) / GIB for n in contexts], label=made.scheme.name)
     if first.device is not None:
-        left = min(stage.available_bytes for stage in first.stages) * first.parallel.devices / GIB
+        left = min(stage.available_bytes for stage in first.stages) / GIB
         lines.axhline(left, color="black", linestyle="--", label=f"{first.device.name}: {left:.1f} GiB for the cache")
-    lines.set(xlabel="context (tokens)", ylabel="GiB", title=f"{first.model.name}, {first.sequences} sequence(s)")
+    title = f"{first.model.name}, {first.sequences} sequence(s), on one of {first.parallel.devices} device(s)"
+    lines.set(xlabel="context (tokens)", ylabel="GiB", xscale="log", yscale="log", title=title)
     lines.legend()
     width = 0.8 / len(plans)
     for at, made in enumerate(plans):

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import ArgumentError
-from .accounting import Cache
+from .accounting import Cache, number
 from .checks import default_block_size
 from .configs import Source, load
 from .memory import (
@@ -45,7 +45,7 @@ class Stage:
         return max(self.available_bytes, 0) // each if each else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A plan. Numbers of bytes are exact; fractions of a byte per token occur where rows stand for several tokens."""
 
@@ -89,7 +89,7 @@ class Plan:
         held = self.parallel.tensor * sum((stage.cache.per_token for stage in self.stages), Fraction(0))
         return held - self.bytes_per_token
 
-    def bytes_at(self, context: int) -> Fraction:
+    def bytes_at(self, context: int) -> int:
         """Bytes of one sequence: records and states."""
         return self.cache.bytes_at(context)
 
@@ -130,9 +130,17 @@ class Plan:
             return None if self.device is None else self.model.max_context
         return _last(lambda context: not self.shortfall_at(context), _LONGEST_CONTEXT)
 
+    @property
+    def _sequences_of_a_copy(self) -> int:
+        return -(-self.sequences // self.parallel.replicas)
+
+    def device_bytes_at(self, context: int) -> int:
+        """Bytes of the plan's sequences at a context, on the device that holds most of them."""
+        return self._sequences_of_a_copy * max(stage.cache.allocated_at(context) for stage in self.stages)
+
     def shortfall_at(self, context: int) -> int:
         """Bytes that a device lacks for the plan's sequences at a context; 0 if they fit."""
-        each = -(-self.sequences // self.parallel.replicas)
+        each = self._sequences_of_a_copy
         needed = (each * stage.cache.allocated_at(context) - stage.available_bytes for stage in self.stages)
         return max(0, *needed) if self.device is not None else 0
 
@@ -149,8 +157,7 @@ class Plan:
         reads = [stage.weights_read for stage in self.stages]
         if None in reads:
             return None
-        each = -(-self.sequences // self.parallel.replicas)
-        cached = sum((each * stage.cache.read_bytes_at(self.context) for stage in self.stages), Fraction(0))
+        cached = self._sequences_of_a_copy * sum(stage.cache.read_bytes_at(self.context) for stage in self.stages)
         return float((sum(filter(None, reads), Fraction(0)) + cached) / self.device.bandwidth * 10**6)
 
     @property
@@ -168,6 +175,9 @@ class Plan:
             "data_parallel_size": self.parallel.replicas,
             "enable_expert_parallel": self.parallel.expert > 1,
         }
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.model.name} as {self.scheme.name}, {number(self.bytes_per_token)} B per token>"
 
     def formula(self) -> str:
         """How bytes per token come about, with the numbers put in."""
@@ -226,14 +236,14 @@ def plan(
             f"at 1, or use a config with n_routed_experts and moe_intermediate_size"
         )
     part = None if margin is None else _part(margin)
-    activation_bytes = None if activations is None else parse_bytes(activations, "activations")
+    activation_bytes = None if activations is None else parse_bytes(activations, "activations", least=0)
     reserved = 0
     if target is not None:
         reserved = int(target.memory_bytes * (target.default_margin if part is None else part)) + target.system_bytes
         if activation_bytes is None:
             activation_bytes = int(target.memory_bytes * DEFAULT_ACTIVATIONS)
     activation_bytes = activation_bytes or 0
-    one = Cache(model.on_one_of(parallel.tensor), scheme, block_size)
+    one = whole if parallel.tensor == 1 else Cache(model.on_one_of(parallel.tensor), scheme, block_size)
     stages = tuple(
         _stage(one, layers, known, parallel, target, reserved + activation_bytes)
         for layers in model.stages(parallel.pipeline)
@@ -294,10 +304,10 @@ def _weights(
             f"parameters is {count}; the routed experts of {model.name} alone have {experts}: correct parameters"
         )
     if weights is not None or (model.weights_bytes and dtype is None and parameters is None):
-        total = parse_bytes(weights, "weights") if weights is not None else model.weights_bytes or 0
+        total = parse_bytes(weights, "weights", least=0) if weights is not None else model.weights_bytes or 0
         expert_bytes = total * experts // count if count else 0
         label = "given" if weights is not None else "measured"
-    elif count is not None:
+    elif count is not None and (dtype or model.weights_dtype or parameters is not None):
         dense_dtype = dtype or model.weights_dtype or "bf16"
         expert_dtype = dtype or model.experts_dtype or dense_dtype
         expert_bytes = int(experts * WEIGHT_BITS[expert_dtype] / 8)
@@ -320,7 +330,7 @@ def _stage(
     reserved: int,
 ) -> Stage:
     part = Fraction(len(layers), len(cache.model.layers))
-    here = Cache(cache.model, cache.scheme, cache.block_size, layers)
+    here = cache.stage(layers)
     held = weights.on_device(parallel, part) if weights else 0
     read = weights.read_on_device(parallel, part) if weights else Fraction(0)
     if target is not None and held > target.memory_bytes:

@@ -45,9 +45,9 @@ def _plan_fields(made: Plan) -> dict[str, Any]:
         "context": made.context,
         "sequences": made.sequences,
         "block_size": made.cache.block_size,
-        "sequence_bytes": _json(made.bytes_at(made.context)),
+        "sequence_bytes": made.bytes_at(made.context),
         "allocated_sequence_bytes": made.allocated_bytes_at(made.context),
-        "read_bytes_per_step": _json(made.cache.read_bytes_at(made.context)),
+        "read_bytes_per_step": made.cache.read_bytes_at(made.context),
         "max_sequences": made.max_sequences,
         "max_context": made.max_context,
         "max_context_by_memory": made.max_context_by_memory,
@@ -96,8 +96,8 @@ def _step_fields(step: Step, context: int) -> dict[str, Any]:
         "change": step.change,
         "needs": step.needs,
         "bytes_per_token": _json(step.cache.per_token),
-        "sequence_bytes": _json(step.cache.bytes_at(context)),
-        "read_bytes_per_step": _json(step.cache.read_bytes_at(context)),
+        "sequence_bytes": step.cache.bytes_at(context),
+        "read_bytes_per_step": step.cache.read_bytes_at(context),
     }
 
 
@@ -181,7 +181,7 @@ def _show_memory(made: Plan, out: TextIO) -> None:
         print(f"vLLM: {' '.join(words)}", file=out)
     if not made.fits:
         short = made.shortfall_at(made.context)
-        print(f"does not fit: {asked} of {_tokens(made.context)} lack {size(short)} on a device", file=out)
+        print(f"does not fit: a device is {size(short)} short of {asked} of {_tokens(made.context)}", file=out)
 
 
 def _said(vllm: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -214,7 +214,7 @@ def show_compared(plans: Sequence[Plan], out: TextIO) -> None:
                 number(made.bytes_per_token),
                 number(made.fixed_bytes_per_sequence),
                 size(made.allocated_bytes_at(made.context)),
-                f"{float(base / total):.2f}x" if total else "-",
+                f"{base / total:.2f}x" if total else "-",
                 *fitting,
             )
         )
@@ -238,7 +238,7 @@ def show_walk(steps: Sequence[Step], context: int, out: TextIO) -> None:
                 number(step.cache.per_token),
                 size(total),
                 size(step.cache.read_bytes_at(context)),
-                "" if before is None else f"{float(total / before):.3f}x",
+                "" if before is None else f"{total / before:.3f}x",
             )
         )
         before = total
@@ -274,7 +274,9 @@ def _draw(head: Sequence[str], rows: Sequence[Sequence[str]], out: TextIO) -> bo
         from rich.table import Table
     except ModuleNotFoundError:
         return False
-    drawn = Table(*head)
+    drawn = Table()
+    for name in head:
+        drawn.add_column(name, overflow="fold")
     for row in rows:
         drawn.add_row(*row)
     Console(file=out).print(drawn)

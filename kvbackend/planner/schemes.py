@@ -82,12 +82,12 @@ def _or_native(name: str, native: str) -> str:
 def parse(text: str) -> Scheme:
     """The scheme that a string describes. Raises ArgumentError for unknown formats, settings and values."""
     head, *settings = [part.strip() for part in text.split(",")]
-    rows, _, index = head.partition("+")
-    key, _, value = rows.partition("/")
-    for name in filter(None, (key, value, index)):
-        _check_format(name)
+    rows, plus, index = head.partition("+")
+    key, slash, value = rows.partition("/")
     if not key:
         raise ArgumentError(f"the scheme is {text!r}; it starts with a format: write native or one of {_known()}")
+    for name in (key, *([value] if slash else []), *([index] if plus else [])):
+        _check_format(name)
     found: dict[str, object] = {"key": key, "value": value or None, "index": index or None}
     by_layer = []
     for setting in settings:

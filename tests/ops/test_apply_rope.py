@@ -135,7 +135,10 @@ def test_equals_transformers(x, positions):
     [
         (dict(cos_sin=torch.zeros(8, 5)), "cos_sin rotates 5 dims; .*even"),
         (dict(cos_sin=torch.zeros(8, 14)), "cos_sin rotates 14 dims but x has 12; .*at most"),
-        (dict(cos_sin=torch.zeros(8, 12, dtype=torch.float16)), "cos_sin is torch.float16 but x is torch.float32; .*float32"),
+        (
+            dict(cos_sin=torch.zeros(8, 12, dtype=torch.float16)),
+            "cos_sin is torch.float16 but x is torch.float32; .*float32",
+        ),
         (dict(positions=torch.zeros(6, dtype=torch.int64)), r"positions \[T\] has T = 6; it must be 7"),
         (dict(positions=torch.zeros(7)), "positions is torch.float32; it must be torch.int32 or torch.int64"),
         (dict(x=torch.zeros(7, 12)), r"x has 2 dims, shape \[7, 12\]; it must be \[T, H, D\]"),

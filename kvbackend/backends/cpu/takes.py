@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ... import formats
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -15,3 +17,9 @@ def floats(**tensors: Any) -> Iterator[str]:
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             yield f"{name} is {tensor.dtype}; the CPU kernels take float32, bfloat16 and float16: convert it"
+
+
+def plain_formats(kv_format: str) -> Iterator[str]:
+    """The kernel reads and writes numbers, not codes."""
+    if any(side != "auto" and formats.get(side).quantized for side in formats.pair(kv_format)):
+        yield f"kv_format is {kv_format!r}; the CPU kernel takes caches without codes: auto, fp32, bf16 or fp16"

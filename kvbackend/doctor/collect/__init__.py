@@ -5,19 +5,33 @@ program, open no socket and import nothing heavy. Import and device probes run b
 killed as a group. A probe that fails leaves the fact `probe.<name>`, which says how.
 """
 
+from __future__ import annotations
+
 import json
 import queue
 import threading
 import time
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
+from collections.abc import Sequence
+from typing import Callable, Dict, List, NamedTuple, Optional
 
 from kvbackend.doctor import facts
-from kvbackend.doctor.collect import ascend, cuda, device, environment, extension, imports, machine, python, tools
+from kvbackend.doctor.collect import (
+    ascend,
+    cuda,
+    device,
+    environment,
+    extension,
+    imports,
+    machine,
+    python,
+    tools,
+)
 from kvbackend.doctor.facts import Facts
 from kvbackend.doctor.host import Host
 
 LEVELS = ("static", "import", "device")
 _WORKERS = 4
+SLOW_S = 3.0                                                        # after which a waiting user is told
 
 
 class Probe(NamedTuple):
@@ -29,27 +43,46 @@ class Probe(NamedTuple):
 
 
 PROBES = (
-    Probe("system", "static", machine.system), Probe("libstdcxx", "static", machine.libstdcxx),
-    Probe("compiler", "static", machine.compiler), Probe("container", "static", machine.container),
-    Probe("user", "static", machine.user), Probe("resources", "static", machine.resources),
-    Probe("pci", "static", machine.pci), Probe("environment", "static", environment.variables),
-    Probe("ascend.nodes", "static", ascend.nodes), Probe("ascend.driver", "static", ascend.driver),
-    Probe("ascend.libraries", "static", ascend.libraries), Probe("ascend.cann", "static", ascend.cann),
-    Probe("ascend.atb", "static", ascend.atb), Probe("ascend.compilers", "static", ascend.compilers),
-    Probe("cuda.nodes", "static", cuda.nodes), Probe("cuda.driver", "static", cuda.driver),
-    Probe("cuda.toolkit", "static", cuda.toolkit), Probe("cuda.runtime", "static", cuda.runtime),
-    Probe("python", "static", python.interpreter), Probe("torch", "static", python.torch),
-    Probe("companions", "static", python.companions), Probe("extension", "static", extension.libraries),
-    Probe("npu-smi", "import", tools.npu), Probe("nvidia-smi", "import", tools.nvidia),
-    Probe("compilers", "import", tools.versions), Probe("import torch", "import", imports.torch),
+    Probe("system", "static", machine.system),
+    Probe("libstdcxx", "static", machine.libstdcxx),
+    Probe("compiler", "static", machine.compiler),
+    Probe("container", "static", machine.container),
+    Probe("user", "static", machine.user),
+    Probe("resources", "static", machine.resources),
+    Probe("pci", "static", machine.pci),
+    Probe("environment", "static", environment.variables),
+    Probe("ascend.nodes", "static", ascend.nodes),
+    Probe("ascend.driver", "static", ascend.driver),
+    Probe("ascend.libraries", "static", ascend.libraries),
+    Probe("ascend.cann", "static", ascend.cann),
+    Probe("ascend.atb", "static", ascend.atb),
+    Probe("ascend.compilers", "static", ascend.compilers),
+    Probe("cuda.nodes", "static", cuda.nodes),
+    Probe("cuda.driver", "static", cuda.driver),
+    Probe("cuda.toolkit", "static", cuda.toolkit),
+    Probe("cuda.runtime", "static", cuda.runtime),
+    Probe("python", "static", python.interpreter),
+    Probe("torch", "static", python.torch),
+    Probe("companions", "static", python.companions),
+    Probe("extension", "static", extension.libraries),
+    Probe("npu-smi", "import", tools.npu),
+    Probe("nvidia-smi", "import", tools.nvidia),
+    Probe("import torch", "import", device.torch_and_ops),
     Probe("import torch as you do", "import", imports.torch_real),
-    Probe("import torch_npu", "import", imports.torch_npu), Probe("ops", "import", device.ops),
+    Probe("import torch_npu", "import", imports.torch_npu),
+    Probe("compilers", "import", tools.versions),
     Probe("round trip", "device", device.round_trip),
 )
 
 
-def collect(host: Host, level: str = "static", timeout: float = 10.0, deadline: float = 60.0,
-            slow: Optional[Callable[[str], None]] = None, aclnn: Sequence[str] = ascend.ACLNN) -> Facts:
+def collect(
+    host: Host,
+    level: str = "static",
+    timeout: float = 10.0,
+    deadline: float = 60.0,
+    slow: Callable[[str], None] | None = None,
+    aclnn: Sequence[str] = ascend.ACLNN,
+) -> Facts:
     """Run every probe up to `level`. `slow` is told of a probe that has run for three seconds."""
     end = time.monotonic() + deadline
     found: Facts = {}
@@ -57,15 +90,29 @@ def collect(host: Host, level: str = "static", timeout: float = 10.0, deadline: 
     for probe in wanted:
         if probe.level == "static":
             run = (lambda h: ascend.cann(h, aclnn)) if probe.run is ascend.cann else probe.run
-            _run([probe._replace(run=run)], (host,), min(timeout, max(0.1, end - time.monotonic())), found, None)
-    _run([p for p in wanted if p.level != "static"], (host, timeout), max(0.1, end - time.monotonic()), found, slow)
-    return json.loads(json.dumps(found))                            # live facts and saved ones are the same document
+            _run(
+                [probe._replace(run=run)],
+                (host,),
+                min(timeout, max(0.1, end - time.monotonic())),
+                found,
+                None,
+            )
+    _run(
+        [p for p in wanted if p.level != "static"],
+        (host, timeout),
+        max(0.1, end - time.monotonic()),
+        found,
+        slow,
+    )
+    return json.loads(json.dumps(found))  # live facts and saved ones are the same document
 
 
-def _run(probes: List[Probe], args: tuple, limit: float, found: Facts, slow: Optional[Callable[[str], None]]) -> None:
+def _run(
+    probes: list[Probe], args: tuple, limit: float, found: Facts, slow: Callable[[str], None] | None
+) -> None:
     """Run probes in daemon threads, a few at once, and give up on what is not done within `limit` seconds."""
-    waiting: "queue.Queue[Probe]" = queue.Queue()
-    done: "queue.Queue[tuple]" = queue.Queue()
+    waiting: queue.Queue[Probe] = queue.Queue()
+    done: queue.Queue[tuple] = queue.Queue()
     for probe in probes:
         waiting.put(probe)
 
@@ -79,20 +126,23 @@ def _run(probes: List[Probe], args: tuple, limit: float, found: Facts, slow: Opt
             try:
                 result = probe.run(*args)
             except Exception as error:
-                result = {"probe." + probe.name: facts.failed("crashed", probe.name, "%s: %s" % (type(error).__name__,
-                                                                                                 error))}
+                result = {
+                    "probe." + probe.name: facts.failed(
+                        "crashed", probe.name, f"{type(error).__name__}: {error}"
+                    )
+                }
             done.put((probe, result, 1000 * (time.monotonic() - start)))
 
     for _ in range(min(_WORKERS, len(probes))):
         threading.Thread(target=work, daemon=True).start()
-    left: Dict[str, Probe] = {p.name: p for p in probes}
+    left: dict[str, Probe] = {p.name: p for p in probes}
     begin = time.monotonic()
     told = False
     while left:
         passed = time.monotonic() - begin
         if passed >= limit:
             break
-        if slow and not told and passed >= 3:
+        if slow and not told and passed >= SLOW_S:
             slow(", ".join(sorted(left)))
             told = True
         try:
@@ -104,4 +154,4 @@ def _run(probes: List[Probe], args: tuple, limit: float, found: Facts, slow: Opt
             fact.setdefault("ms", round(ms, 1))
         found.update(result)
     for name in left:
-        found["probe." + name] = facts.failed("timeout", name, "no answer within %.0f s" % limit)
+        found["probe." + name] = facts.failed("timeout", name, f"no answer within {limit:.0f} s")

@@ -1,8 +1,7 @@
-"""Facts of kvbackend at work, found in children: its libraries load, the table op x backend, one round trip per card."""
+"""Facts of torch and kvbackend at work, in children: imports, the table op x backend, one round trip per card."""
 
 import os
 import re
-from typing import Any, Dict
 
 from kvbackend.doctor import facts
 from kvbackend.doctor.collect import extension, imports, python
@@ -10,15 +9,12 @@ from kvbackend.doctor.facts import Facts
 from kvbackend.doctor.host import Host
 
 _START = """
-import json, os, sys
-def answer(**what):
-    left = json.dumps(what).encode()
-    while left:
-        left = left[os.write(int(sys.argv[1]), left):]
-sys.path.insert(0, FOLDER)
+sys.path.insert(0, @FOLDER@)
 try:
 """
-_OPS = _START + """
+_OPS = (
+    _START
+    + """
     import torch
     from kvbackend import backends, native, ops
     from kvbackend.facts import views
@@ -39,14 +35,19 @@ _OPS = _START + """
                 if not reasons:
                     break
             status = "refused" if best is None or best else "runs" if backend.device == "cpu" else "unproven"
+            if backend.adapter(op.name) is None:
+                status, best = "absent", []
             table.append({"op": op.name, "backend": backend.name, "device": backend.device, "status": status,
                           "reasons": best if best is not None else ["has no samples to ask with"]})
     answer(ok=True, libraries=libraries, table=table)
 except BaseException as error:
     answer(ok=False, error="%s: %s" % (type(error).__name__, error))
 """
+)
 # Three sequences over shuffled pages of eight tokens: rows are written through slots, attended to, and read back.
-_ROUND_TRIP = _START + """
+_ROUND_TRIP = (
+    _START
+    + """
     import torch
     kind, index = sys.argv[2], int(sys.argv[3])
     if kind == "npu":
@@ -92,25 +93,37 @@ _ROUND_TRIP = _START + """
 except BaseException as error:
     answer(ok=False, error="%s: %s" % (type(error).__name__, error))
 """
+)
 
 
 def _code(host: Host, text: str) -> str:
-    return text.replace("FOLDER", repr(os.path.dirname(extension.package(host))))
+    return text.replace("@FOLDER@", repr(os.path.dirname(extension.package(host))))
 
 
-def ops(host: Host, timeout: float) -> Facts:
-    """Load our libraries and ask every backend about every op, on metadata alone."""
+def torch_and_ops(host: Host, timeout: float) -> Facts:
+    """One clean child: import torch; then load our libraries and ask every backend about every op, on metadata alone."""
     if not python.package_folder(host, "torch"):
-        return {"ops.table": facts.absent("torch is not installed")}
-    output = imports.child(host, _code(host, _OPS), timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    fact = imports.outcome(output, "kvbackend in a child")
+        return {
+            "torch.import": facts.absent("site-packages"),
+            "ops.table": facts.absent("torch is not installed"),
+        }
+    output = imports.child(
+        host, imports.TORCH + _code(host, _OPS), timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
+    found = imports.torch_facts(output)
+    if not found["torch.import"].get("value", {}).get("ok"):
+        return {**found, "ops.table": facts.absent("torch does not import")}
+    fact = imports.outcome(output, "kvbackend in a child", 1)
     answer = fact.get("value", {})
     if not answer.get("ok"):
         error = fact.get("error") or answer.get("error", "")
         state = "timeout" if fact["state"] == "timeout" else "unparsed"
-        return {"ops.table": facts.failed(state, "kvbackend in a child", error, fact.get("raw", ""))}
-    return {"ops.table": facts.maybe(answer.get("table"), "kvbackend in a child"),
-            "ext.loaded": facts.maybe(answer.get("libraries"), "kvbackend in a child")}
+        return {**found, "ops.table": facts.failed(state, "kvbackend in a child", error, fact.get("raw", ""))}
+    return {
+        **found,
+        "ops.table": facts.maybe(answer.get("table"), "kvbackend in a child"),
+        "ext.loaded": facts.maybe(answer.get("libraries"), "kvbackend in a child"),
+    }
 
 
 def round_trip(host: Host, timeout: float) -> Facts:
@@ -118,10 +131,12 @@ def round_trip(host: Host, timeout: float) -> Facts:
     names = host.list("/dev")
     cards = [("npu", n) for n in range(sum(1 for n in names if re.fullmatch(r"v?davinci\d+", n)))]
     cards += [("cuda", n) for n in range(sum(1 for n in names if re.fullmatch(r"nvidia\d+", n)))]
-    found: Dict[str, Any] = {}
+    found: Facts = {}
     for kind, index in cards or [("cpu", 0)]:
-        argv_code = _code(host, _ROUND_TRIP).replace("sys.argv[2]", repr(kind)).replace("sys.argv[3]", repr(index))
+        argv_code = (
+            _code(host, _ROUND_TRIP).replace("sys.argv[2]", repr(kind)).replace("sys.argv[3]", repr(index))
+        )
         output = imports.child(host, argv_code, timeout, clean=False)
         name = kind if kind == "cpu" else "%s%d" % (kind, index)
-        found["proof." + name] = imports.outcome(output, "round trip on %s" % name)
+        found["proof." + name] = imports.outcome(output, f"round trip on {name}")
     return found

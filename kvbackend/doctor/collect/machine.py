@@ -1,9 +1,10 @@
 """Facts of the machine itself: system, libraries, user, limits, PCI devices."""
 
+from __future__ import annotations
+
 import os
 import platform
 import re
-from typing import Dict, List
 
 from kvbackend.doctor import elf, facts, loader
 from kvbackend.doctor.facts import Facts
@@ -85,9 +86,13 @@ def user(host: Host) -> Facts:
     status = host.text("/proc/self/status")
     ids, groups = files.status_field(status, "Uid").split(), files.status_field(status, "Groups").split()
     gid = files.status_field(status, "Gid").split()
-    found = {"host.uid": facts.maybe(int(ids[1]) if len(ids) > 1 and ids[1].isdigit() else None, "/proc/self/status"),
-             "host.gids": facts.maybe([int(g) for g in groups + gid[1:2] if g.isdigit()], "/proc/self/status"),
-             "host.caps": facts.maybe(files.status_field(status, "CapEff"), "/proc/self/status")}
+    found = {
+        "host.uid": facts.maybe(
+            int(ids[1]) if len(ids) > 1 and ids[1].isdigit() else None, "/proc/self/status"
+        ),
+        "host.gids": facts.maybe([int(g) for g in groups + gid[1:2] if g.isdigit()], "/proc/self/status"),
+        "host.caps": facts.maybe(files.status_field(status, "CapEff"), "/proc/self/status"),
+    }
     uid = found["host.uid"].get("value")
     if uid is None:
         found["host.passwd"] = facts.absent("/etc/passwd")
@@ -111,7 +116,9 @@ def _has_passwd(host: Host, uid: int) -> bool:
 
 def resources(host: Host) -> Facts:
     """Memory, shared memory, processors and open-file limits."""
-    found = {"host.memory": facts.maybe(files.meminfo_bytes(host.text("/proc/meminfo")) or None, "/proc/meminfo")}
+    found = {
+        "host.memory": facts.maybe(files.meminfo_bytes(host.text("/proc/meminfo")) or None, "/proc/meminfo")
+    }
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = host.text(path).strip()
         if text.isdigit() and int(text) < 1 << 60:
@@ -131,16 +138,16 @@ def resources(host: Host) -> Facts:
 
 def pci(host: Host) -> Facts:
     """Accelerators on the PCI bus: the best probe of the chip, as it needs no vendor software."""
-    ascend: List[Dict[str, str]] = []
-    nvidia: List[Dict[str, str]] = []
+    ascend: list[dict[str, str]] = []
+    nvidia: list[dict[str, str]] = []
     folder = "/sys/bus/pci/devices"
     for bus in host.list(folder):
-        vendor = host.text("%s/%s/vendor" % (folder, bus)).strip().lower()
+        vendor = host.text(f"{folder}/{bus}/vendor").strip().lower()
         if vendor not in ("0x19e5", "0x10de"):
             continue
-        device = host.text("%s/%s/device" % (folder, bus)).strip().lower().replace("0x", "")
+        device = host.text(f"{folder}/{bus}/device").strip().lower().replace("0x", "")
         if vendor == "0x19e5" and device in ASCEND_CHIPS:
             ascend.append({"bus": bus, "device": device, "family": ASCEND_CHIPS[device]})
-        elif vendor == "0x10de" and host.text("%s/%s/class" % (folder, bus)).strip().lower().startswith("0x03"):
+        elif vendor == "0x10de" and host.text(f"{folder}/{bus}/class").strip().lower().startswith("0x03"):
             nvidia.append({"bus": bus, "device": device})
     return {"ascend.pci": facts.maybe(ascend, folder), "cuda.pci": facts.maybe(nvidia, folder)}

@@ -1,39 +1,77 @@
 """Facts of the Python side: interpreter, distributions, torch and its companions, read from files alone."""
 
+from __future__ import annotations
+
 import re
 import sys
-from typing import Dict, List, Optional
 
 from kvbackend.doctor import facts, loader
 from kvbackend.doctor.facts import Facts
 from kvbackend.doctor.host import Host
 from kvbackend.doctor.parsers import files
 
-REPORTED = ("torch", "torch-npu", "torchvision", "torchaudio", "triton", "triton-ascend", "vllm", "vllm-ascend", "sglang",
-            "numpy", "transformers", "flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache", "flash-mla",
-            "kvbackend", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nvjitlink-cu12", "nvidia-nvjitlink",
-            "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime", "nvidia-ml-py", "mooncake-transfer-engine")
+REPORTED = (
+    "torch",
+    "torch-npu",
+    "torchvision",
+    "torchaudio",
+    "triton",
+    "triton-ascend",
+    "vllm",
+    "vllm-ascend",
+    "sglang",
+    "numpy",
+    "transformers",
+    "flashinfer-python",
+    "flashinfer-cubin",
+    "flashinfer-jit-cache",
+    "flash-mla",
+    "kvbackend",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "nvidia-nvjitlink-cu12",
+    "nvidia-nvjitlink",
+    "nvidia-cuda-runtime-cu12",
+    "nvidia-cuda-runtime",
+    "nvidia-ml-py",
+    "mooncake-transfer-engine",
+)
 # import names of what CANN's operator compiler imports
-TBE_MODULES = ("attr", "decorator", "psutil", "scipy", "sympy", "cffi", "yaml", "numpy", "google", "cloudpickle",
-               "tornado", "absl", "ml_dtypes")
+TBE_MODULES = (
+    "attr",
+    "decorator",
+    "psutil",
+    "scipy",
+    "sympy",
+    "cffi",
+    "yaml",
+    "numpy",
+    "google",
+    "cloudpickle",
+    "tornado",
+    "absl",
+    "ml_dtypes",
+)
 _IN_TREE = ("/usr/lib", "/usr/local/lib", "/opt/conda/lib", "/opt/venv/lib")
 
 
-def site_folders(host: Host) -> List[str]:
+def site_folders(host: Host) -> list[str]:
     """Where packages are installed, in import order."""
     if host.live:
         return host.memo("sites", lambda: [p for p in dict.fromkeys(sys.path[1:]) if p and host.is_dir(p)])
     return host.memo("sites", lambda: _sites_of_tree(host))
 
 
-def _sites_of_tree(host: Host) -> List[str]:
+def _sites_of_tree(host: Host) -> list[str]:
     roots = [host.environ[v] + "/lib" for v in ("VIRTUAL_ENV", "CONDA_PREFIX") if v in host.environ]
-    roots += list(_IN_TREE) + ["/usr/local/%s/lib" % n for n in host.list("/usr/local") if n.startswith("python3")]
+    roots += list(_IN_TREE) + [
+        f"/usr/local/{n}/lib" for n in host.list("/usr/local") if n.startswith("python3")
+    ]
     found = host.paths("PYTHONPATH")
     for root in roots:
         for name in host.list(root):
             if re.fullmatch(r"python3(\.\d+)?", name):
-                found += ["%s/%s/%s" % (root, name, kind) for kind in ("site-packages", "dist-packages")]
+                found += [f"{root}/{name}/{kind}" for kind in ("site-packages", "dist-packages")]
     return [p for p in dict.fromkeys(found) if host.is_dir(p)]
 
 
@@ -41,22 +79,24 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def distributions(host: Host) -> Dict[str, List[Dict[str, str]]]:
+def distributions(host: Host) -> dict[str, list[dict[str, str]]]:
     """Every installed distribution: name -> places, in import order."""
 
-    def scan() -> Dict[str, List[Dict[str, str]]]:
-        found: Dict[str, List[Dict[str, str]]] = {}
+    def scan() -> dict[str, list[dict[str, str]]]:
+        found: dict[str, list[dict[str, str]]] = {}
         for folder in site_folders(host):
             for entry in host.list(folder):
                 match = re.fullmatch(r"(.+?)-(\d[^-]*)(?:-py[\d.]+)?\.(?:dist|egg)-info", entry)
                 if match:
-                    found.setdefault(normal(match.group(1)), []).append({"version": match.group(2), "folder": folder})
+                    found.setdefault(normal(match.group(1)), []).append(
+                        {"version": match.group(2), "folder": folder}
+                    )
         return found
 
     return host.memo("dists", scan)
 
 
-def version_of(host: Host, name: str) -> Optional[str]:
+def version_of(host: Host, name: str) -> str | None:
     places = distributions(host).get(normal(name))
     return places[0]["version"] if places else None
 
@@ -71,18 +111,27 @@ def interpreter(host: Host) -> Facts:
     if host.live:
         version = facts.value("%d.%d.%d" % sys.version_info[:3], sys.executable)
     else:
-        names = [m.group(1) for m in (re.search(r"python(3\.\d+)/", f + "/") for f in site_folders(host)) if m]
+        names = [
+            m.group(1) for m in (re.search(r"python(3\.\d+)/", f + "/") for f in site_folders(host)) if m
+        ]
         version = facts.maybe(names[0] if names else "", "site-packages")
     places = distributions(host)
-    doubles = {name: sorted({p["version"] for p in found}) for name, found in places.items()
-               if name in REPORTED and len({p["version"] for p in found}) > 1}
-    return {"py.version": version, "py.dists": facts.maybe({n: places[n][0]["version"] for n in REPORTED if n in places}),
-            "py.duplicates": facts.maybe(doubles, "dist-info"), "py.shadow": facts.maybe(_shadow(host)),
-            "py.numpy": facts.maybe(version_of(host, "numpy"), "dist-info"),
-            "py.tbe_missing": facts.maybe(_tbe_missing(host), "site-packages")}
+    doubles = {
+        name: sorted({p["version"] for p in found})
+        for name, found in places.items()
+        if name in REPORTED and len({p["version"] for p in found}) > 1
+    }
+    return {
+        "py.version": version,
+        "py.dists": facts.maybe({n: places[n][0]["version"] for n in REPORTED if n in places}),
+        "py.duplicates": facts.maybe(doubles, "dist-info"),
+        "py.shadow": facts.maybe(_shadow(host)),
+        "py.numpy": facts.maybe(version_of(host, "numpy"), "dist-info"),
+        "py.tbe_missing": facts.maybe(_tbe_missing(host), "site-packages"),
+    }
 
 
-def _shadow(host: Host) -> List[str]:
+def _shadow(host: Host) -> list[str]:
     """Folders ahead of site-packages that hold a `torch` or `torch_npu` without a compiled part."""
     import os
 
@@ -97,7 +146,7 @@ def _shadow(host: Host) -> List[str]:
     return found
 
 
-def _tbe_missing(host: Host) -> List[str]:
+def _tbe_missing(host: Host) -> list[str]:
     if not site_folders(host):
         return []
     names = {n for f in site_folders(host) for n in host.list(f)}
@@ -109,8 +158,11 @@ def torch(host: Host) -> Facts:
     folder = package_folder(host, "torch")
     text = host.text(folder + "/version.py") if folder else ""
     version = files.python_assignment(text, "__version__") or version_of(host, "torch")
-    found: Facts = {"torch.version": facts.maybe(version, folder + "/version.py" if text else "dist-info"),
-                    "torch.folder": facts.maybe(folder), "torch.cuda": facts.absent(folder)}
+    found: Facts = {
+        "torch.version": facts.maybe(version, folder + "/version.py" if text else "dist-info"),
+        "torch.folder": facts.maybe(folder),
+        "torch.cuda": facts.absent(folder),
+    }
     if text:
         cuda, hip = files.python_assignment(text, "cuda"), files.python_assignment(text, "hip")
         found["torch.cuda"] = facts.maybe(cuda, folder + "/version.py")
@@ -126,7 +178,11 @@ def _abi(host: Host, path: str) -> facts.Fact:
         return facts.absent(path)
     if any("__cxx11" in name for name in library.defined):
         return facts.value(1, path)
-    return facts.value(0, path) if any(re.search(r"RKSs|ESs", n) for n in library.defined) else facts.absent(path)
+    return (
+        facts.value(0, path)
+        if any(re.search(r"RKSs|ESs", n) for n in library.defined)
+        else facts.absent(path)
+    )
 
 
 def companions(host: Host) -> Facts:
@@ -134,32 +190,48 @@ def companions(host: Host) -> Facts:
     folder = package_folder(host, "torch_npu")
     text = host.text(folder + "/version.py") if folder else ""
     version = files.python_assignment(text, "__version__") or version_of(host, "torch-npu")
-    found: Facts = {"torch_npu.version": facts.maybe(version, folder + "/version.py" if text else "dist-info"),
-                    "torch_npu.folder": facts.maybe(folder)}
-    for key, name in (("triton.version", "triton"), ("triton_ascend.version", "triton-ascend"),
-                      ("vllm_ascend.version", "vllm-ascend"), ("flashinfer.version", "flashinfer-python")):
+    found: Facts = {
+        "torch_npu.version": facts.maybe(version, folder + "/version.py" if text else "dist-info"),
+        "torch_npu.folder": facts.maybe(folder),
+    }
+    for key, name in (
+        ("triton.version", "triton"),
+        ("triton_ascend.version", "triton-ascend"),
+        ("vllm_ascend.version", "vllm-ascend"),
+        ("flashinfer.version", "flashinfer-python"),
+    ):
         found[key] = facts.maybe(version_of(host, name), "dist-info")
     backends = package_folder(host, "triton") + "/backends"
-    found["triton.backends"] = facts.maybe([n for n in host.list(backends) if host.is_dir(backends + "/" + n)
-                                            and not n.startswith("_")], backends)
-    others = {n: version_of(host, n) for n in ("flashinfer-cubin", "flashinfer-jit-cache") if version_of(host, n)}
+    found["triton.backends"] = facts.maybe(
+        [n for n in host.list(backends) if host.is_dir(backends + "/" + n) and not n.startswith("_")],
+        backends,
+    )
+    others = {
+        n: version_of(host, n) for n in ("flashinfer-cubin", "flashinfer-jit-cache") if version_of(host, n)
+    }
     found["flashinfer.companions"] = facts.maybe(others, "dist-info")
     found["py.unresolved"] = facts.maybe(_unresolved(host), "DT_NEEDED")
     transport = package_folder(host, "mooncake")
     places = loader.find(host, "ascend_transport.so", (transport,))
-    found["mooncake.transport"] = facts.value(bool(places), transport) if transport else facts.absent("site-packages")
+    found["mooncake.transport"] = (
+        facts.value(bool(places), transport) if transport else facts.absent("site-packages")
+    )
     info = host.text(package_folder(host, "vllm_ascend") + "/_build_info.py")
-    found["vllm_ascend.device_type"] = facts.maybe(files.python_assignment(info, "__device_type__"), "_build_info.py")
+    found["vllm_ascend.device_type"] = facts.maybe(
+        files.python_assignment(info, "__device_type__"), "_build_info.py"
+    )
     return found
 
 
-def _unresolved(host: Host) -> Dict[str, List[str]]:
+def _unresolved(host: Host) -> dict[str, list[str]]:
     """Compiled companions of torch -> needed libraries that neither torch's folder nor the loader has."""
     torch_lib = package_folder(host, "torch") + "/lib"
-    found: Dict[str, List[str]] = {}
+    found: dict[str, list[str]] = {}
     for package in ("torchvision", "torchaudio", "torch_npu"):
         folder = package_folder(host, package)
-        inside = [folder + "/" + n for n in host.list(folder)] + [folder + "/lib/" + n for n in host.list(folder + "/lib")]
+        inside = [folder + "/" + n for n in host.list(folder)] + [
+            folder + "/lib/" + n for n in host.list(folder + "/lib")
+        ]
         for path in inside:
             if re.search(r"\.so(\.\d+)*$", path):
                 loose = loader.unresolved(host, path, (torch_lib, folder + "/lib"))

@@ -8,12 +8,14 @@
 A comparison with something unknown never holds, so an unreadable fact cannot convict.
 """
 
-from typing import Any, Callable, Dict, List, Tuple, Union
+from __future__ import annotations
+
+from typing import Any, Callable, Union
 
 from kvbackend.compat import versions
 from kvbackend.doctor.facts import View
 
-Clause = Union[List[Any], Dict[str, List[Any]]]
+Clause = Union[list[Any], dict[str, list[Any]]]
 
 
 def _ordered(test: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
@@ -31,14 +33,14 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-UNARY: Dict[str, Callable[[Any], bool]] = {
+UNARY: dict[str, Callable[[Any], bool]] = {
     "present": lambda v: v is not None,
     "absent": lambda v: v is None,
     "true": lambda v: v is True,
     "false": lambda v: v is False,
     "not-true": lambda v: v is not True,
 }
-BINARY: Dict[str, Callable[[Any, Any], bool]] = {
+BINARY: dict[str, Callable[[Any, Any], bool]] = {
     "=": lambda a, b: a is not None and a == b,
     "!=": lambda a, b: a is not None and b is not None and a != b,
     "<": _ordered(lambda a, b: a < b),
@@ -59,7 +61,12 @@ def holds(clause: Clause, view: View) -> bool:
         return any(holds(inner, view) for inner in clause["any"])
     left = view[clause[0]]
     if len(clause) == 2:
-        unreadable = clause[1] == "absent" and view.state(clause[0]) in ("unreadable", "timeout", "crashed", "not_run")
+        unreadable = clause[1] == "absent" and view.state(clause[0]) in (
+            "unreadable",
+            "timeout",
+            "crashed",
+            "not_run",
+        )
         return UNARY[clause[1]](left) and not unreadable
     right = clause[2]
     if isinstance(right, str) and right.startswith("@"):
@@ -67,7 +74,7 @@ def holds(clause: Clause, view: View) -> bool:
     return BINARY[clause[1]](left, right)
 
 
-def all_hold(when: List[Clause], view: View) -> bool:
+def all_hold(when: list[Clause], view: View) -> bool:
     """Whether the whole evidence holds; no evidence at all does not."""
     return bool(when) and all(holds(clause, view) for clause in when)
 
@@ -75,37 +82,25 @@ def all_hold(when: List[Clause], view: View) -> bool:
 def _shown(key: str, view: View) -> str:
     value = view[key]
     if value is None:
-        return "%s is absent" % key
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+        return f"{key} is absent"
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     source = view.source(key)
-    return "%s is %s%s" % (key, text[:160], " (%s)" % source if source else "")
+    return "{} is {}{}".format(key, text[:160], f" ({source})" if source else "")
 
 
-def lines(when: List[Clause], view: View) -> List[str]:
-    """The evidence in words: each fact that was compared, its value and where it was read."""
-    keys: List[str] = []
-
-    def gather(clauses: List[Clause]) -> None:
-        for clause in clauses:
-            if isinstance(clause, dict):
-                gather([c for c in clause["any"] if holds(c, view)])
-                continue
-            keys.append(clause[0])
-            if len(clause) == 3 and isinstance(clause[2], str) and clause[2].startswith("@"):
-                keys.append(clause[2][1:])
-
-    gather(when)
-    return [_shown(k, view) for k in dict.fromkeys(keys) if k != "purpose"]
-
-
-def facts_used(when: List[Clause]) -> Tuple[str, ...]:
-    """Keys that a `when` reads, in order."""
-    keys: List[str] = []
+def facts_used(when: list[Clause], view: View | None = None) -> tuple[str, ...]:
+    """Keys that a `when` reads, in order; with a view only those of alternatives that hold."""
+    keys: list[str] = []
     for clause in when:
         if isinstance(clause, dict):
-            keys += facts_used(clause["any"])
-        else:
-            keys.append(clause[0])
-            if len(clause) == 3 and isinstance(clause[2], str) and clause[2].startswith("@"):
-                keys.append(clause[2][1:])
+            keys += facts_used([c for c in clause["any"] if view is None or holds(c, view)], view)
+            continue
+        keys.append(clause[0])
+        if len(clause) == 3 and isinstance(clause[2], str) and clause[2].startswith("@"):
+            keys.append(clause[2][1:])
     return tuple(dict.fromkeys(keys))
+
+
+def lines(when: list[Clause], view: View) -> list[str]:
+    """The evidence in words: each fact that was compared, its value and where it was read."""
+    return [_shown(key, view) for key in facts_used(when, view) if key != "purpose"]

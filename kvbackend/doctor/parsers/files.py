@@ -1,15 +1,16 @@
 """Version and install files of CANN, NNAL, drivers, CUDA and the kernel."""
 
+from __future__ import annotations
+
 import json
 import re
-from typing import Dict, List, Optional, Tuple
 
 from kvbackend.compat import versions
 
 
-def key_values(text: str, separator: str = "=") -> Dict[str, str]:
+def key_values(text: str, separator: str = "=") -> dict[str, str]:
     """`key=value` lines with exact keys; the first of a repeated key wins; comments and other lines are skipped."""
-    found: Dict[str, str] = {}
+    found: dict[str, str] = {}
     for line in text.splitlines():
         key, sep, value = line.partition(separator)
         key = key.strip()
@@ -18,7 +19,7 @@ def key_values(text: str, separator: str = "=") -> Dict[str, str]:
     return found
 
 
-def version_info(text: str) -> Optional[Dict[str, object]]:
+def version_info(text: str) -> dict[str, object] | None:
     """A `version.info` of any package: version, release, and what the package requires of others."""
     pairs = key_values(text)
     version = pairs.get("Version")
@@ -30,10 +31,14 @@ def version_info(text: str) -> Optional[Dict[str, object]]:
         if match and bounds:
             requires[package_name(match.group(1))] = bounds
     release = version if numbering_is_public(version) else pairs.get("version_dir", "")
-    return {"version": version, "release": release if versions.parse(release) else "", "requires": requires,
-            "firmware": ranges(pairs.get("compatible_version_fw", "")),
-            "driver": ranges(pairs.get("compatible_version_drv", "")),
-            "inner": pairs.get("Innerversion", "")}
+    return {
+        "version": version,
+        "release": release if versions.parse(release) else "",
+        "requires": requires,
+        "firmware": ranges(pairs.get("compatible_version_fw", "")),
+        "driver": ranges(pairs.get("compatible_version_drv", "")),
+        "inner": pairs.get("Innerversion", ""),
+    }
 
 
 def numbering_is_public(version: str) -> bool:
@@ -46,18 +51,23 @@ def package_name(name: str) -> str:
     return name.replace("-", "_").lower()
 
 
-def install_info(text: str) -> Optional[Dict[str, object]]:
+def install_info(text: str) -> dict[str, object] | None:
     """An `ascend_*_install.info`: release, inner version, path, and the inner versions it is compatible with."""
     pairs = key_values(text)
     version = pairs.get("version", "")
     if versions.parse(version) is None:
         return None
-    return {"package": pairs.get("package_name", ""), "version": version, "inner": pairs.get("innerversion", ""),
-            "path": pairs.get("path", ""), "arch": pairs.get("arch", ""),
-            "compatible": ranges(pairs.get("compatible_version", ""))}
+    return {
+        "package": pairs.get("package_name", ""),
+        "version": version,
+        "inner": pairs.get("innerversion", ""),
+        "path": pairs.get("path", ""),
+        "arch": pairs.get("arch", ""),
+        "compatible": ranges(pairs.get("compatible_version", "")),
+    }
 
 
-def ranges(text: str) -> List[Tuple[str, str]]:
+def ranges(text: str) -> list[tuple[str, str]]:
     """`[A,B],[C]` as pairs of ends; a single end is both; a trailing dot falls away."""
     found = []
     for inside in re.findall(r"\[([^\[\]]*)\]", text[:4096]):
@@ -73,16 +83,16 @@ def inner_release(text: str) -> str:
     return match.group(0) if match else ""
 
 
-def inner_compatible(inner: str, allowed: List[Tuple[str, str]]) -> bool:
+def inner_compatible(inner: str, allowed: list[tuple[str, str]]) -> bool:
     """Whether an inner version lies in one of the ranges, compared by its V..R..C part."""
     own = inner_release(inner)
     ends = [(inner_release(a), inner_release(b)) for a, b in allowed]
     return bool(own) and any(a and b and len(a) == len(own) and a <= own <= b for a, b in ends)
 
 
-def version_cfg(text: str) -> Dict[str, Dict[str, List[str]]]:
+def version_cfg(text: str) -> dict[str, dict[str, list[str]]]:
     """Old `version.cfg`: package -> {running, upgrade, installed} -> releases."""
-    found: Dict[str, Dict[str, List[str]]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for line in text.splitlines():
         match = re.match(r"(\w+)_(running|upgrade|installed)_version=(.*)", line.strip())
         if match:
@@ -124,9 +134,9 @@ def os_release(text: str) -> str:
     return pairs.get("PRETTY_NAME") or " ".join(filter(None, (pairs.get("NAME"), pairs.get("VERSION_ID"))))
 
 
-def python_assignment(text: str, name: str) -> Optional[str]:
+def python_assignment(text: str, name: str) -> str | None:
     """The literal of `name = '...'` (or None) in a module's text; `None` when there is no such line."""
-    match = re.search(r"^%s\s*(?::[^=\n]+)?=\s*(?:'([^']*)'|\"([^\"]*)\"|(None))" % re.escape(name), text, re.M)
+    match = re.search(rf"^{re.escape(name)}\s*(?::[^=\n]+)?=\s*(?:'([^']*)'|\"([^\"]*)\"|(None))", text, re.M)
     if not match:
         return None
     return "" if match.group(3) else match.group(1) or match.group(2) or ""
@@ -134,7 +144,7 @@ def python_assignment(text: str, name: str) -> Optional[str]:
 
 def status_field(text: str, name: str) -> str:
     """A field of `/proc/self/status`."""
-    match = re.search(r"^%s:\s*(.*)$" % re.escape(name), text, re.M)
+    match = re.search(rf"^{re.escape(name)}:\s*(.*)$", text, re.M)
     return match.group(1).strip() if match else ""
 
 

@@ -3,8 +3,10 @@
 A table is a column grid whose header names the columns; no offset is fixed, and a row may be a character short.
 """
 
+from __future__ import annotations
+
 import re
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ERRORS = (
@@ -20,7 +22,7 @@ def clean(text: str) -> str:
     return _ANSI.sub("", text)
 
 
-def error(text: str) -> Optional[Dict[str, str]]:
+def error(text: str) -> dict[str, str] | None:
     """The class of a failure (busy, dcmi, library, usage, card) with its code or name; None for other text."""
     text = clean(text)[:65536]
     for kind, pattern in _ERRORS:
@@ -30,16 +32,16 @@ def error(text: str) -> Optional[Dict[str, str]]:
     return None
 
 
-def info(text: str) -> Optional[Dict[str, Any]]:
+def info(text: str) -> dict[str, Any] | None:
     """`npu-smi info`: driver version, chips and processes; None when the text is no such table."""
     lines = clean(text).splitlines()
     head = re.search(r"npu-smi\s+(\S+)\s+Version:\s+(\S+)", clean(text)[:65536])
     if not head:
         return None
-    chips: List[Dict[str, Any]] = []
-    processes: List[Dict[str, Any]] = []
-    header: List[List[str]] = []
-    first: Optional[List[List[str]]] = None
+    chips: list[dict[str, Any]] = []
+    processes: list[dict[str, Any]] = []
+    header: list[list[str]] = []
+    first: list[list[str]] | None = None
     in_processes = False
     for line in lines:
         if not line.startswith("|"):
@@ -64,11 +66,11 @@ def info(text: str) -> Optional[Dict[str, Any]]:
     return {"driver": head.group(2), "chips": chips, "processes": processes}
 
 
-def _words(cell: str) -> List[str]:
+def _words(cell: str) -> list[str]:
     return re.split(r"\s{2,}", cell.strip()) if cell.strip() else []
 
 
-def _chip(top: List[List[str]], bottom: List[List[str]], header: List[List[str]]) -> Optional[Dict[str, Any]]:
+def _chip(top: list[list[str]], bottom: list[list[str]], header: list[list[str]]) -> dict[str, Any] | None:
     """One chip from its two rows. The last cell holds usages `a / b`: hugepages above, memory and HBM below."""
     names = [w for row in header for w in row]
     flat = [w for cell in top[:-2] for w in cell]
@@ -81,24 +83,42 @@ def _chip(top: List[List[str]], bottom: List[List[str]], header: List[List[str]]
     memory = usages[0] if usages and hbm is None else None
     bus = bottom[-2][0] if bottom[-2] else ""
     power = upper[0] if upper and re.fullmatch(r"\d+(?:\.\d+)?", upper[0]) else None
-    return {"npu": int(flat[0][:9]), "name": flat[1], "health": top[-2][0],
-            "chip": int(own[0][:9]) if own and own[0].isdigit() else 0,
-            "phy": int(own[1][:9]) if len(own) > 1 and own[1].isdigit() else None,
-            "bus": bus.split(" ")[0].lower(), "power_w": float(power) if power else None,
-            "memory_mb": memory, "hbm_mb": hbm}
+    return {
+        "npu": int(flat[0][:9]),
+        "name": flat[1],
+        "health": top[-2][0],
+        "chip": int(own[0][:9]) if own and own[0].isdigit() else 0,
+        "phy": int(own[1][:9]) if len(own) > 1 and own[1].isdigit() else None,
+        "bus": bus.split(" ")[0].lower(),
+        "power_w": float(power) if power else None,
+        "memory_mb": memory,
+        "hbm_mb": hbm,
+    }
 
 
-def _process(cells: List[List[str]], processes: List[Dict[str, Any]]) -> None:
-    if len(cells) < 4 or not cells[0] or not cells[1] or not cells[0][0].isdigit() or not cells[1][0].isdigit():
+def _process(cells: list[list[str]], processes: list[dict[str, Any]]) -> None:
+    if (
+        len(cells) < 4
+        or not cells[0]
+        or not cells[1]
+        or not cells[0][0].isdigit()
+        or not cells[1][0].isdigit()
+    ):
         return
     memory = cells[3][0] if cells[3] else ""
-    processes.append({"npu": int(cells[0][0][:9]), "pid": int(cells[1][0][:12]), "name": " ".join(cells[2]),
-                      "memory_mb": int(memory[:12]) if memory.isdigit() else None})
+    processes.append(
+        {
+            "npu": int(cells[0][0][:9]),
+            "pid": int(cells[1][0][:12]),
+            "name": " ".join(cells[2]),
+            "memory_mb": int(memory[:12]) if memory.isdigit() else None,
+        }
+    )
 
 
-def fields(text: str) -> Dict[str, str]:
+def fields(text: str) -> dict[str, str]:
     """`label : value` lines of the `-t` forms; the first of a repeated label wins."""
-    found: Dict[str, str] = {}
+    found: dict[str, str] = {}
     for line in clean(text).splitlines():
         match = re.match(r"\s*(\S.*?)\s+:\s?(.*)$", line)
         if match:
@@ -106,17 +126,21 @@ def fields(text: str) -> Dict[str, str]:
     return found
 
 
-def board(text: str) -> Optional[Dict[str, str]]:
+def board(text: str) -> dict[str, str] | None:
     """`npu-smi info -t board`: driver, firmware, compatibility word, PCI device, SoC name as the runtime spells it."""
     found = fields(text)
     if "NPU ID" not in found:
         return None
-    return {"driver": found.get("Software Version", ""), "firmware": found.get("Firmware Version", ""),
-            "compatibility": found.get("Compatibility", ""),
-            "pci_device": found.get("PCI Device ID", "").lower().replace("0x", ""), "soc": soc(found)}
+    return {
+        "driver": found.get("Software Version", ""),
+        "firmware": found.get("Firmware Version", ""),
+        "compatibility": found.get("Compatibility", ""),
+        "pci_device": found.get("PCI Device ID", "").lower().replace("0x", ""),
+        "soc": soc(found),
+    }
 
 
-def soc(found: Dict[str, str]) -> str:
+def soc(found: dict[str, str]) -> str:
     """`Ascend` + `910B2C`, `Ascend910` + `_` + `9382`, `Ascend950PR` + `_` + `9579`; '' when the fields do not say."""
     kind, chip, npu = (found.get(k, "") for k in ("Chip Type", "Chip Name", "NPU Name"))
     if kind and chip:
@@ -124,7 +148,7 @@ def soc(found: Dict[str, str]) -> str:
     return chip + "_" + npu if chip and npu not in ("", "NA") else ""
 
 
-def health(text: str) -> Optional[Dict[str, Any]]:
+def health(text: str) -> dict[str, Any] | None:
     """`npu-smi info -t health`: status and the list of error codes."""
     found = fields(text)
     status = found.get("Health Status")
@@ -134,7 +158,7 @@ def health(text: str) -> Optional[Dict[str, Any]]:
     return {"status": status, "codes": [] if codes == "NA" else codes.split()}
 
 
-def mapping(text: str) -> List[Dict[str, Any]]:
+def mapping(text: str) -> list[dict[str, Any]]:
     """`npu-smi info -m`: one dict per chip, keys from the header; rows of the management unit `Mcu` are left out."""
     lines = [line for line in clean(text).splitlines() if line.strip()]
     if not lines or "NPU ID" not in lines[0]:
@@ -149,6 +173,6 @@ def mapping(text: str) -> List[Dict[str, Any]]:
     return rows
 
 
-def listing(text: str) -> List[int]:
+def listing(text: str) -> list[int]:
     """`npu-smi info -l`: NPU ids."""
     return [int(n) for n in re.findall(r"^\s*NPU ID\s+:\s*(\d{1,9})\s*$", clean(text), re.M)]

@@ -1,10 +1,13 @@
 """Output of compilers, nvidia-smi and friends, and the texts of import errors."""
 
-import re
-from typing import Any, Dict, List, Optional
+from __future__ import annotations
 
-_NVML_ERRORS = (("mismatch", "Driver/library version mismatch"), ("unknown", "Failed to initialize NVML: Unknown Error"),
-                ("nodriver", "couldn't communicate with the NVIDIA driver"))
+import re
+_NVML_ERRORS = (
+    ("mismatch", "Driver/library version mismatch"),
+    ("unknown", "Failed to initialize NVML: Unknown Error"),
+    ("nodriver", "couldn't communicate with the NVIDIA driver"),
+)
 
 
 def cuda_release(text: str) -> str:
@@ -13,7 +16,7 @@ def cuda_release(text: str) -> str:
     return match.group(1) if match else ""
 
 
-def nvidia_smi_query(text: str) -> List[Dict[str, str]]:
+def nvidia_smi_query(text: str) -> list[dict[str, str]]:
     """The csv of --query-gpu=index,name,uuid,compute_cap,memory.total,driver_version,mig.mode.current."""
     names = ("index", "name", "uuid", "compute_cap", "memory_mb", "driver", "mig")
     rows = []
@@ -29,7 +32,7 @@ def nvidia_smi_error(text: str) -> str:
     return next((kind for kind, token in _NVML_ERRORS if token in text), "")
 
 
-def clang(text: str) -> Optional[Dict[str, str]]:
+def clang(text: str) -> dict[str, str] | None:
     """The first line of `bisheng --version`."""
     match = re.search(r"clang version (\d+(?:\.\d+)*)(?: \(clang-([0-9a-f]+))?", text)
     return {"version": match.group(1), "hash": match.group(2) or ""} if match else None
@@ -41,12 +44,12 @@ def first_version(text: str) -> str:
     return match.group(1) if match else ""
 
 
-def device_nodes(listing: str) -> List[str]:
+def device_nodes(listing: str) -> list[str]:
     """Node names of an `ls -l /dev/...` listing."""
     return re.findall(r"^c\S+.*\s/dev/(\S+)$", listing, re.M)
 
 
-def pci_ids(listing: str) -> List[Dict[str, str]]:
+def pci_ids(listing: str) -> list[dict[str, str]]:
     """Accelerators of an `lspci` listing: bus and device id."""
     pattern = re.compile(r"^([0-9a-f:.]+) Processing accelerators: Huawei .*? Device ([0-9a-f]{4})\b", re.M)
     return [{"bus": bus, "device": device} for bus, device in pattern.findall(listing)]
@@ -56,10 +59,3 @@ def last_line(text: str) -> str:
     """The last line that is not blank: of a traceback, the error itself."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:500] if lines else ""
-
-
-def link_errors(text: str) -> Dict[str, Any]:
-    """What a loader complained of: libraries that cannot be opened and symbols that are undefined."""
-    missing = re.findall(r"(\S{1,200}): cannot open shared object file", text)
-    symbols = re.findall(r"undefined symbol: (\w{1,400})", text)
-    return {"libraries": sorted(set(missing)), "symbols": sorted(set(symbols))}

@@ -1,0 +1,104 @@
+// Absorbed MLA over a paged latent cache: one kv head, whose key is the latent and the rotary part, whose value is the
+// latent part. A cached row is read once for all heads.
+#include "attention.h"
+
+namespace kvbackend::KVBACKEND_ISA {
+namespace {
+
+template <class T>
+struct Rows {  // rows of a tensor by its first two dims: [T, H, D] or [nb, bs, D]
+  explicit Rows(const Tensor& tensor)
+      : data(static_cast<const T*>(tensor.const_data_ptr())),
+        first(tensor.stride(0)),
+        second(tensor.stride(1)),
+        dim(tensor.stride(2)),
+        size(tensor.size(2)) {}
+
+  void load(int64_t offset, float* out) const { load_row(data + offset, dim, size, out); }
+
+  const T* data;
+  int64_t first, second, dim, size;
+};
+
+template <class T>
+class LatentSource {
+ public:
+  static constexpr bool kValuesAreKeys = true;
+
+  LatentSource(const Tensor& q_nope, const Tensor& q_pe, const Tensor& ckv_cache, const Tensor& kpe_cache)
+      : heads_(q_nope.size(1)), q_nope_(q_nope), q_pe_(q_pe), ckv_(ckv_cache), kpe_(kpe_cache) {}
+
+  int64_t heads() const { return heads_; }
+  int64_t kv_heads() const { return 1; }
+  int64_t dim() const { return ckv_.size + kpe_.size; }
+  int64_t value_dim() const { return ckv_.size; }
+  bool in_place() const { return false; }
+
+  void load_query(int64_t token, int64_t head, float* out) const {
+    q_nope_.load(token * q_nope_.first + head * q_nope_.second, out);
+    q_pe_.load(token * q_pe_.first + head * q_pe_.second, out + ckv_.size);
+  }
+
+  bool in_order() const { return true; }
+  int64_t position(int64_t /*block*/, int64_t /*slot*/) const { return 0; }
+
+  void locate(Keys& keys, int64_t n) const {
+    keys.key[n] = keys.block[n] * ckv_.first + keys.slot[n] * ckv_.second;
+    keys.value[n] = keys.block[n] * kpe_.first + keys.slot[n] * kpe_.second;
+  }
+
+  const T* key_row(const Keys& keys, int64_t n, int64_t /*head*/) const { return ckv_.data + keys.key[n]; }
+  const T* value_row(const Keys& keys, int64_t n, int64_t /*head*/) const { return ckv_.data + keys.key[n]; }
+
+  void load_key(const Keys& keys, int64_t n, int64_t /*head*/, float* out) const {
+    ckv_.load(keys.key[n], out);
+    kpe_.load(keys.value[n], out + ckv_.size);
+  }
+  void load_value(const Keys&, int64_t, int64_t, float*) const {}
+
+  void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
+    for (int64_t n = 0; n < keys.count; ++n) ahead.add(ckv_.data + keys.key[n], ckv_.size * sizeof(T));
+    for (int64_t n = 0; n < keys.count; ++n) ahead.add(kpe_.data + keys.value[n], kpe_.size * sizeof(T));
+  }
+
+  bool bias(const Keys&, int64_t, float*) const { return false; }
+
+ private:
+  int64_t heads_;
+  Rows<T> q_nope_, q_pe_, ckv_, kpe_;
+};
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> mla_attention(const Tensor& q_nope, const Tensor& q_pe, const Tensor& ckv_cache,
+                                         const Tensor& kpe_cache, const Tensor& block_table, const Tensor& seq_lens,
+                                         const Tensor& cu_seqlens_q, int64_t max_seqlen_q, double softmax_scale,
+                                         bool causal, const std::string& /*kv_format*/,
+                                         const std::optional<Tensor>& /*k_scale*/,
+                                         const std::optional<Tensor>& /*k_scale_cache*/, bool return_lse) {
+  expect_rank(q_nope, "q_nope", 3);
+  expect_rank(q_pe, "q_pe", 3);
+  expect_rank(ckv_cache, "ckv_cache", 3);
+  expect_rank(block_table, "block_table", 2);
+  const int64_t num_blocks = ckv_cache.size(0), block_size = ckv_cache.size(1);
+  expect_shape(q_pe, "q_pe", {q_nope.size(0), q_nope.size(1), q_pe.size(2)});
+  expect_shape(ckv_cache, "ckv_cache", {num_blocks, block_size, q_nope.size(2)});
+  expect_shape(kpe_cache, "kpe_cache", {num_blocks, block_size, q_pe.size(2)});
+  expect_dtype(q_pe, "q_pe", q_nope.scalar_type());
+  expect_dtype(ckv_cache, "ckv_cache", q_nope.scalar_type());
+  expect_dtype(kpe_cache, "kpe_cache", q_nope.scalar_type());
+  const Pages pages(block_table, num_blocks, block_size);
+  const Rule rule{static_cast<float>(softmax_scale), causal, -1, 0.0f};
+  std::vector<Sequence> batch = read_batch(pages, seq_lens, cu_seqlens_q, max_seqlen_q, q_nope.size(0));
+  std::tuple<Tensor, Tensor> result;
+  with_dtype(q_nope, "q_nope", [&](auto type) {
+    using T = decltype(type);
+    const LatentSource<T> source(q_nope, q_pe, ckv_cache, kpe_cache);
+    result = attend<T>(source, pages, rule, std::move(batch), q_nope, {}, return_lse);
+  });
+  return result;
+}
+
+}  // namespace kvbackend::KVBACKEND_ISA
+
+KVBACKEND_REGISTER(mla_attention)

@@ -1,0 +1,162 @@
+// Vectors of floats, as wide as the instruction set of this build has them.
+//
+// Written with the compiler's vector extensions: one source for every variant, and operators instead of intrinsics.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "kernel.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace kvbackend::KVBACKEND_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kAccumulators = 16;  // sums that a loop keeps in registers: half of them
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr int kAccumulators = 8;
+#else
+constexpr int kLanes = 4;
+constexpr int kAccumulators = 8;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
+typedef uint32_t BitVec __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef uint16_t HalfVec __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+typedef float Quad __attribute__((vector_size(16)));
+
+inline Vec broadcast(float value) { return value - Vec{}; }
+
+// ---------------------------------------------------------------------------------------------------- load and store
+
+inline Vec load(const float* from) {
+  Vec value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof value); }
+
+// kPair numbers as two vectors. Their order within the pair is the type's own.
+constexpr int64_t kPair = 2 * kLanes;
+
+inline void load_pair(const float* from, Vec& first, Vec& second) {
+  first = load(from);
+  second = load(from + kLanes);
+}
+
+// Even elements, then odd ones: a shift and a mask instead of two widening shuffles.
+inline void load_pair(const bf16* from, Vec& first, Vec& second) {
+  BitVec bits;
+  std::memcpy(&bits, from, sizeof bits);
+  first = (Vec)(bits << 16);
+  second = (Vec)(bits & 0xffff0000);
+}
+
+inline Vec load(const fp16* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else  // as to_float(fp16), lane by lane
+  HalfVec half;
+  std::memcpy(&half, from, sizeof half);
+  const BitVec bits = __builtin_convertvector(half, BitVec);
+  const BitVec magnitude = (bits & 0x7fff) << 13;
+  const BitVec scaled = (BitVec)((Vec)magnitude * bits_to_float(0x77800000));
+  const BitVec special = (BitVec)(magnitude >= 0x0f800000) & 0x7f800000;
+  return (Vec)(scaled | special | (bits & 0x8000) << 16);
+#endif
+}
+
+inline void load_pair(const fp16* from, Vec& first, Vec& second) {
+  first = load(from);
+  second = load(from + kLanes);
+}
+
+// A row of numbers into the order in which load_pair delivers a row of T, and back. Sizes are multiples of kPair.
+template <class T>
+void to_pairs(const float* row, int64_t size, float* out) {
+  if (!std::is_same_v<T, bf16>) return std::copy_n(row, size, out), void();
+  for (int64_t base = 0; base < size; base += kPair) {
+    for (int64_t i = 0; i < kPair; ++i) out[base + i % 2 * kLanes + i / 2] = row[base + i];
+  }
+}
+
+template <class T>
+void from_pairs(const float* row, int64_t size, float* out) {
+  if (!std::is_same_v<T, bf16>) return std::copy_n(row, size, out), void();
+  for (int64_t base = 0; base < size; base += kPair) {
+    for (int64_t i = 0; i < kPair; ++i) out[base + i] = row[base + i % 2 * kLanes + i / 2];
+  }
+}
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// ---------------------------------------------------------------------------------------------------------- algebra
+
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }  // b where either is NaN
+
+// Lanes of both vectors in an order that repeats every 128 bits: `Order` numbers a's four, then b's four.
+template <int... Order, int... Lane>
+inline Vec mix_quads(Vec a, Vec b, std::integer_sequence<int, Lane...>) {
+  constexpr int order[] = {Order...};
+  return __builtin_shufflevector(a, b, (Lane / 4 * 4 + order[Lane % 4] % 4 + (order[Lane % 4] / 4) * kLanes)...);
+}
+
+template <int... Order>
+inline Vec mix_quads(Vec a, Vec b) {
+  return mix_quads<Order...>(a, b, std::make_integer_sequence<int, kLanes>{});
+}
+
+// The sums over the lanes of each of four vectors.
+inline Quad sum_lanes(Vec a, Vec b, Vec c, Vec d) {
+  const Vec ab = mix_quads<0, 4, 1, 5>(a, b) + mix_quads<2, 6, 3, 7>(a, b);
+  const Vec cd = mix_quads<0, 4, 1, 5>(c, d) + mix_quads<2, 6, 3, 7>(c, d);
+  const Vec quads = mix_quads<0, 1, 4, 5>(ab, cd) + mix_quads<2, 3, 6, 7>(ab, cd);
+  Quad parts[kLanes / 4];
+  std::memcpy(parts, &quads, sizeof quads);
+  for (int half = kLanes / 8; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  }
+  return parts[0];
+}
+
+// -------------------------------------------------------------------------------------------------------- functions
+
+// e^x for x <= 0, within 2 ulp; 0 where that is not a normal number, NaN for NaN. x = n ln 2 + r, |r| <= ln 2 / 2; the
+// polynomial is that of Cephes' expf.
+inline Vec exp_negative(Vec x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec shifted = x * 1.44269504f + kRound;
+  const Vec n = shifted - kRound;
+  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const Vec power = (Vec)(((BitVec)shifted + 127) << 23);  // the low bits of `shifted` are n
+  return x < -87.33654f ? Vec{} : p * power;
+}
+
+// tanh(x): its series near 0, where the quotient would cancel.
+inline Vec tanh(Vec x) {
+  const Vec square = x * x;
+  Vec series = square * (62.0f / 2835.0f) - 17.0f / 315.0f;
+  series = series * square + 2.0f / 15.0f;
+  series = series * square - 1.0f / 3.0f;
+  series = x + x * square * series;
+  const Vec magnitude = x < 0.0f ? -x : x;
+  const Vec decay = exp_negative(-2.0f * magnitude);
+  const Vec quotient = (1.0f - decay) / (1.0f + decay);
+  return magnitude < 0.25f ? series : x < 0.0f ? -quotient : quotient;
+}
+
+}  // namespace kvbackend::KVBACKEND_ISA

@@ -1,0 +1,11 @@
+from ... import native
+from ...ops import registry
+from . import takes
+
+op = registry["absorb_q"]
+run = native.kernel(op)
+
+
+def unsupported(q_nope, **_):
+    yield from native.missing(op, "cpu")
+    yield from takes.floats(q_nope=q_nope)

@@ -1,0 +1,15 @@
+from ... import native
+from ...ops import registry
+from . import takes
+
+op = registry["paged_attention"]
+run = native.kernel(op)
+
+
+def unsupported(q, sinks, rope_cos_sin, **_):
+    yield from native.missing(op, "cpu")
+    yield from takes.floats(q=q)
+    if sinks is not None:
+        yield from takes.floats(sinks=sinks)
+    if rope_cos_sin is not None:
+        yield from takes.floats(rope_cos_sin=rope_cos_sin)

@@ -1,0 +1,180 @@
+"""`patch(model)`: the one call that makes a model decode through kvbackend, or says why it cannot."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...errors import ArgumentError, UnsupportedError
+from .attention import NAME, latent_rows, register
+from .cache import PagedCache
+
+TESTED = ((5, 19), (5, 24))  # first and last release line that the tests run against
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What `patch` left on a model, so that `unpatch` can take it back."""
+
+    previous: str
+    options: dict[str, Any]
+
+
+def patch(
+    model: Model,
+    *,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    kv_format: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> Model:
+    """Make a model decode through kvbackend: its attention, its mask, and the cache that `generate` makes.
+
+    model        a causal decoder: Llama-like (MHA, GQA, MQA; sliding windows, softcap, sinks) or DeepSeek-V2/V3-like
+                 (MLA, which then runs absorbed over its latent rows). It is changed in place
+    block_size, num_blocks, kv_format, dtype   as in PagedCache
+    Returns the model. Raises UnsupportedError with every reason if the model has what the ops cannot express; it is
+    unchanged then. `unpatch(model)` takes everything back. Patching again changes the options.
+    """
+    options = dict(block_size=block_size, num_blocks=num_blocks, kv_format=kv_format, dtype=dtype)
+    PagedCache(1, **options)  # type: ignore[arg-type]  # wrong options are told now, not at the first generate
+    unpatch(model)
+    reasons = list(unsupported(model))
+    if reasons:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot run through kvbackend:" + "".join(f"\n    {reason}" for reason in reasons)
+        )
+    register()
+    previous = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    model._kvbackend = Patch(previous, options)
+    for module in latent_modules(model):
+        module.expand_kv = latent_rows
+    if model.can_generate():
+        model.generate = functools.partial(generate, model)
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Give a model its own attention and cache back. A model that is not patched stays as it is."""
+    done = model.__dict__.pop("_kvbackend", None)
+    if done is not None:
+        model.__dict__.pop("generate", None)
+        for module in latent_modules(model):
+            module.__dict__.pop("expand_kv", None)
+        model.set_attn_implementation(done.previous)
+    return model
+
+
+def new_cache(model: PreTrainedModel, **options: Any) -> PagedCache:
+    """An empty PagedCache for a model, with the options of its `patch` unless given here."""
+    done = getattr(model, "_kvbackend", None)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return PagedCache(num_layers, **{**(done.options if done else {}), **options})
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the model's forward calls its cache: "cache" from transformers 5.2x on, "past_key_values" before."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def generate(model: PreTrainedModel, *args: Any, cache: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+    """The model's own `generate`, with a new PagedCache unless one is given, under either of its names."""
+    if cache is not None and past_key_values is not None:
+        raise ArgumentError("cache and past_key_values are both given; they are two names of one thing: pass one")
+    given = cache if cache is not None else past_key_values
+    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+    other = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
+    if other is not None:
+        raise ArgumentError(
+            f"cache_implementation is {other!r}; a patched model generates with kvbackend's pages: drop it, or call "
+            f"unpatch(model)"
+        )
+    if given is not None and not isinstance(given, PagedCache):
+        raise ArgumentError(
+            f"cache is a {type(given).__name__}; a patched model takes a PagedCache: pass new_cache(model), or call "
+            f"unpatch(model)"
+        )
+    if given is None and kwargs.get("use_cache", getattr(config, "use_cache", True)) is not False:
+        given = new_cache(model)
+    if given is not None:
+        kwargs[cache_argument(model)] = given
+    return type(model).generate(model, *args, **kwargs)
+
+
+def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The MLA modules: those that cache latent rows and expand them."""
+    return (module for module in model.modules() if hasattr(module, "expand_kv"))
+
+
+def unsupported(model: PreTrainedModel) -> Iterator[str]:
+    """Every reason why `patch` refuses a model."""
+    if not isinstance(model, PreTrainedModel):
+        yield f"model is {type(model).__name__}; it must be a transformers PreTrainedModel: load it with transformers"
+        return
+    yield from _version_reasons()
+    config = model.config
+    if config.is_encoder_decoder:
+        yield "it is an encoder-decoder; kvbackend serves decoders: use a decoder-only model"
+    if config.get_text_config(decoder=True) is not config:
+        yield "it has parts besides a text decoder; only that is served: load its text model alone"
+    if not model._supports_attention_backend or not model._can_set_attn_implementation():
+        yield "its attention is not replaceable (_supports_attention_backend); it must be: use a newer model class"
+    if getattr(model, "_is_stateful", False):
+        yield "it keeps state besides keys and values; pages hold keys and values only: use another model"
+    strange = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in LAYER_TYPES})
+    if strange:
+        yield f"its layer types include {', '.join(strange)}; served are {', '.join(LAYER_TYPES)}: use another model"
+    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
+        yield "its layers read each other's keys; each layer must own its pages: use another model"
+    if getattr(config, "attention_chunk_size", None) and not strange:
+        yield "its attention is chunked; served are full attention and sliding windows: use another model"
+    if len({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) > 1:
+        yield "it is spread over several devices; one cache lives on one: load it without device_map"
+    for module in latent_modules(model):
+        reasons = list(_latent_reasons(module))
+        yield from reasons
+        if reasons:
+            break  # the other layers say the same
+
+
+def _version_reasons() -> Iterator[str]:
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not TESTED[0] <= found <= TESTED[1]:
+        first, last = (".".join(map(str, version)) for version in TESTED)
+        yield f"transformers is {transformers.__version__}; tested are {first} to {last}: install one of these"
+
+
+def _latent_reasons(module: nn.Module) -> Iterator[str]:
+    if getattr(module, "indexer", None) is not None:
+        yield "its MLA selects tokens with an indexer; dense MLA is served: use DeepSeek-V2 or V3"
+        return
+    absent = [
+        name
+        for name in ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
+        if getattr(module, name, None) is None
+    ]
+    if absent:
+        yield f"{type(module).__name__} has no {', '.join(absent)}; MLA is absorbed through these: use DeepSeek-V2 or V3"
+        return
+    projection = module.kv_b_proj
+    if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
+        yield f"kv_b_proj is {type(projection).__name__}; a plain nn.Linear can be absorbed: load it without quantization"
+        return
+    rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
+    if projection.bias is not None or tuple(projection.weight.shape) != (rows, module.kv_lora_rank):
+        yield (
+            f"kv_b_proj has weight {list(projection.weight.shape)} and {'a' if projection.bias is not None else 'no'} bias; "
+            f"absorption needs [{rows}, {module.kv_lora_rank}] and no bias: use DeepSeek-V2 or V3"
+        )

@@ -1,0 +1,111 @@
+"""Schemes: what a string means, and what is refused."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from kvbackend.errors import ArgumentError
+from kvbackend.planner import plan
+from kvbackend.planner.schemes import Scheme, parse, ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme"),
+    [
+        ("native", Scheme("native")),
+        ("int8/int4:64", Scheme("int8/int4:64", "int8", "int4:64")),
+        ("v4_fp8_584+index_fp8_132", Scheme("v4_fp8_584+index_fp8_132", "v4_fp8_584", None, "index_fp8_132")),
+        ("bf16,keep=4096", Scheme("bf16,keep=4096", "bf16", keep=4096)),
+        ("bf16,keep=25%", Scheme("bf16,keep=25%", "bf16", keep=Fraction(1, 4))),
+        ("bf16,keep=0.5", Scheme("bf16,keep=0.5", "bf16", keep=Fraction(1, 2))),
+        ("int4, recent = 128, sinks=4", Scheme("int4, recent = 128, sinks=4", "int4", recent=128, sinks=4)),
+        ("bf16,ratios=1/2", Scheme("bf16,ratios=1/2", "bf16", ratios=(1, 2))),
+        ("bf16,0-3=int8,9=fp32", Scheme("bf16,0-3=int8,9=fp32", "bf16", by_layer=((0, 3, "int8"), (9, 9, "fp32")))),
+        ("bf16,window=v41_fp8_528", Scheme("bf16,window=v41_fp8_528", "bf16", window="v41_fp8_528")),
+    ],
+)
+def test_parse(text: str, scheme: Scheme) -> None:
+    assert parse(text) == scheme
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ("starts with a format",)),
+        ("fp9", ("'fp9'", "fp8_e4m3", "v4_fp8_584")),
+        ("int8/fp9", ("'fp9'",)),
+        ("int8/", ("kv_format is ''",)),
+        ("bf16+", ("kv_format is ''",)),
+        ("bf16+nope", ("'nope'",)),
+        ("fp8_e4m3:7", ("fp8_e4m3:7", "token_head")),
+        ("bf16,recent", ("NAME=VALUE", "recent")),
+        ("bf16,recent=-1", ("'-1'", "from 0")),
+        ("bf16,rank=x", ("'x'", "from 1")),
+        ("bf16,keep=150%", ("'150%'", "25%")),
+        ("bf16,keep=1/0", ("'1/0'",)),
+        ("bf16,speed=9", ("'speed'", "keep")),
+        ("bf16,rank=8,ratios=2", ("rank and ratios",)),
+        ("bf16,0-3=fp9", ("'fp9'",)),
+        ("bf16,window=fp9", ("'fp9'",)),
+    ],
+)
+def test_strings_that_are_no_scheme(text: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        parse(text)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme", "words"),
+    [
+        ("llama-3-8b", "v4_fp8_584", ("key 8 x 128 and value 8 x 128", "bf16")),
+        ("llama-3-8b", "bf16+index_fp8_132", ("no indexer",)),
+        ("llama-3-8b", "bf16,window=fp8_e4m3", ("no window rows",)),
+        ("llama-3-8b", "bf16,rank=129", ("128 dims",)),
+        ("llama-3-8b", "bf16,ratios=1/2/3", ("3 entries", "32 layers")),
+        ("llama-3-8b", "bf16,keep=100,recent=90,sinks=10", ("keep is 100", "recent + sinks, 100")),
+        ("llama-3-8b", "bf16,32=fp32", ("layers 32-32", "0-31")),
+        ("llama-3-8b", "bf16,9-3=fp32", ("layers 9-3",)),
+        ("llama-3-8b", "int4,rank=40", ("head_dim is 40", "group of 32")),
+        ("deepseek-v3", "int4", ("one row is both",)),
+        ("deepseek-v3", "int8/int8", ("one row is key and value",)),
+        ("deepseek-v3", "v32_fp8_656/bf16", ("no second format", "one row is key and value")),
+        ("deepseek-v3", "bf16,rank=64", ("trained low-rank row",)),
+        ("deepseek-v3", "v4_fp8_584", ("latent 1 x 512 and rope 1 x 64", "v32_fp8_656")),
+        ("deepseek-v3.2", "v32_fp8_656+v4_fp8_584", ("index_key 1 x 128", "index_fp8_132")),
+        ("deepseek-v4.1-flash", "v32_fp8_656", ("kv 1 x 512", "v41_fp4_288")),
+        ("deepseek-v4.1-flash", "bf16,keep=512", ("fixed by training",)),
+        ("deepseek-v4-flash", "bf16,recent=8", ("fixed by training",)),
+    ],
+)
+def test_what_an_attention_cannot_have(model: str, scheme: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        plan(model, kv_format=scheme)
+    assert any(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(("block_size", "scheme"), [(0, "bf16"), (-4, "bf16"), (20, "int4"), (48, "int4:64")])
+def test_pages_that_cannot_be(block_size: int, scheme: str) -> None:
+    with pytest.raises(ArgumentError, match=f"block_size is {block_size}"):
+        plan("llama-3-8b", kv_format=scheme, block_size=block_size)
+
+
+def test_a_page_holds_whole_compressed_rows() -> None:
+    with pytest.raises(ArgumentError, match="multiple of 128"):
+        plan("deepseek-v4-flash", block_size=64)
+
+
+def test_the_default_page_suits_the_scheme() -> None:
+    assert plan("llama-3-8b").cache.block_size == 16
+    assert plan("llama-3-8b", kv_format="int4:64").cache.block_size == 64
+    assert plan("llama-3-8b", kv_format="bf16,0=int4").cache.block_size == 32
+    assert plan("llama-3-8b", kv_format="int8/int4").cache.block_size == 16
+
+
+def test_ranks_are_multiples_of_16_and_stretched_over_the_layers() -> None:
+    assert ranks(parse("bf16,ratios=1/1/2/2/4/4/4/4"), 40, 128) == [128] * 10 + [64] * 10 + [32] * 20
+    assert ranks(parse("bf16,ratios=3"), 2, 128) == [48, 48]
+    assert ranks(parse("bf16,ratios=100"), 1, 128) == [16]
+    assert ranks(parse("bf16"), 3, 64) == [64, 64, 64]

@@ -1,0 +1,89 @@
+"""The command line: exit codes, JSON on stdout alone, errors that tell what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvbackend.cli import COMMANDS, main
+
+
+def run(*arguments: str) -> int:
+    """The exit code, whether the command returned it or argparse exited with it."""
+    try:
+        return main(arguments)
+    except SystemExit as stopped:
+        assert isinstance(stopped.code, int)
+        return stopped.code
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code = main([*arguments, "--json"])
+    assert code == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["schema"] == f"kvbackend-{arguments[0]}/1"
+    assert found["version"]
+    return found
+
+
+def test_ops(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {op["name"]: op for op in document(capsys, "ops")["ops"]}
+    assert found["paged_attention"]["group"] == "dense attention"
+    assert found["paged_attention"]["backends"] == ["cpu", "reference"]
+    assert all({"name", "group", "summary", "backends"} <= op.keys() for op in found.values())
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "explain", "paged_attention", "--dtype", "float32", "--sample", "sinks")
+    assert (found["op"], found["device"], found["chosen"]) == ("paged_attention", "cpu", "cpu")
+    assert [backend["name"] for backend in found["backends"]] == ["cpu", "reference"]
+    assert [backend["status"] for backend in found["backends"]] == ["chosen", "lower"]
+
+
+def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "matrix", "reshape_and_cache")
+    assert found["summary"]["fail"] == 0
+    assert found["devices"] == ["cpu"]
+    cells = found["cells"]
+    assert len(cells) == sum(found["summary"].values())
+    assert {(cell["backend"], cell["dtype"]) for cell in cells} == {
+        (backend, dtype) for backend in ("cpu", "reference") for dtype in ("float32", "bfloat16", "float16")
+    }
+    keys = {"op", "backend", "device", "dtype", "format", "sample", "status", "reasons", "max_error", "evidence"}
+    assert all(keys <= cell.keys() for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "paged_atention"], "there is no op 'paged_atention'; the ops are"),
+        (["explain", "paged_attention", "--dtype", "float33"], "--dtype is 'float33'"),
+        (["explain", "paged_attention", "--sample", "x"], "--sample is 'x'; paged_attention has decode"),
+        (["explain", "paged_attention", "--device", "cudda"], "--device is 'cudda'"),
+        (["matrix", "--backend", "cudda"], "--backend is 'cudda'; installed are cpu"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        ([], "COMMAND"),
+    ],
+)
+def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m kvbackend ops --json | head -c 20", shell=True, capture_output=True, text=True
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        assert run(command, "--help") == 0
+        assert f"kvbackend {command}" in capsys.readouterr().out
