@@ -36,6 +36,11 @@ class Array:
         """The dims before the open tail."""
         return self.dims[:-1] if self.tail else self.dims
 
+    @cached_property
+    def may_require_grad(self) -> bool:
+        """Whether its dtypes are ones that torch differentiates."""
+        return not self.dtypes or any(dtype.is_floating_point for dtype in self.dtypes)
+
     def __str__(self) -> str:
         return f"{self.name} [{', '.join(self.dims)}]"
 

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,9 @@ def dispatch_overhead(names: Iterable[str] = ("reshape_and_cache", "paged_attent
             continue
         values = tuple(op.bind((), args).values())
         plain, resolved = kernel(op), op.resolve(**args)
+        candidates = {"plain torch.ops call": plain, "automatic": op, "resolved": resolved}
         with torch.no_grad():
-            times = interleaved(
-                {
-                    "plain torch.ops call": lambda plain=plain, values=values: plain(*values),
-                    "automatic": lambda op=op, values=values: op(*values),
-                    "resolved": lambda resolved=resolved, values=values: resolved(*values),
-                }
-            )
+            times = interleaved({case: partial(function, *values) for case, function in candidates.items()})
         base = times["plain torch.ops call"]
         for case, samples in times.items():
             over = statistics.median(a - b for a, b in zip(samples, base, strict=True))
@@ -119,7 +115,7 @@ def op_times(names: Iterable[str], device: str = "cpu", dtype: torch.dtype = tor
                     resolved = op.resolve(**own)
             except RuntimeError:  # refused: `explain` tells why
                 continue
-            candidates[backend] = lambda resolved=resolved, own=own: resolved(**own)
+            candidates[backend] = partial(resolved, **own)
         with torch.no_grad():
             for backend, times in interleaved(candidates).items():
                 results.append(_result(name, "production sample", dtype, backend, times))

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import backends
-from .arrays import Index
 from .backends import REFERENCE, Backend
 from .errors import ArgumentError, UnsupportedError
 from .facts import Fact, key_source, scalars_named, views
@@ -337,7 +336,7 @@ class Dispatcher:
         """Compile `fast(<the op's parameters>)`, and `key(...)`, which it looks decisions up by."""
         self._decisions = {}
         variables = [f"KVBACKEND_BACKEND_{self.op.name.upper()}", *_ENVIRONMENT]
-        grads = [f"{a.name} is not None and {a.name}.requires_grad" for a in self.op.arrays if a.dtypes != Index.dtypes]
+        grads = [f"{a.name} is not None and {a.name}.requires_grad" for a in self.op.arrays if a.may_require_grad]
         policy = [f"_environ.get({name.encode()!r})" for name in variables]
         policy += ["_use.version", f"_grad_enabled() and ({' or '.join(grads) or False})"]
         lines = key_source(self.op, self._facts, [*sorted(self._scalars(self._readers)), *policy])

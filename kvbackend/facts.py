@@ -111,6 +111,18 @@ class View:
         )
 
 
+def fact(expression: str, **tensors: Any) -> Any:
+    """The value of an expression of arguments' metadata, such as "x.shape[0] % 32".
+
+    Decisions rest on this value alone, not on the sizes it is made of. The expression must have a value for any call.
+    """
+    first = next(iter(tensors.values()))
+    if isinstance(first, View):
+        first._note(expression)
+        tensors = {name: view._tensor for name, view in tensors.items()}
+    return eval(expression, {}, tensors)
+
+
 class Shape:
     """The sizes of a View, noted one by one as they are read."""
 
@@ -126,8 +138,9 @@ class Shape:
         if isinstance(dim, slice):
             return tuple(self[i] for i in range(len(self))[dim])
         array, shape = self._view._array, self._view._tensor.shape
-        if array.tail:
-            self._view._note(f"{{}}.shape[{dim}]")
+        if array.tail:  # another call may have fewer dims
+            enough = f"{{0}}.ndim > {dim}" if dim >= 0 else f"{{0}}.ndim >= {-dim}"
+            self._view._note(f"{{0}}.shape[{dim}] if {enough} else None")
         else:
             self._view._note(f"{{}}_{range(len(shape))[dim]}")
         return shape[dim]
@@ -161,7 +174,7 @@ def key_source(op: Op, facts: Iterable[Fact], more: Iterable[str]) -> list[str]:
     """Statements that set `_key` to the facts and to `more` expressions; ValueError where sizes do not fit."""
     by_array: dict[str, list[str]] = {}
     for name, expression in facts:
-        by_array.setdefault(name, []).append(expression.format(name))
+        by_array.setdefault(name, []).append(f"({expression.format(name)})")
     lines: list[str] = []
     parts: list[str] = []
     sizes: dict[str, tuple[str, Array]] = {}  # word -> the variable that holds it, and whose dim that is

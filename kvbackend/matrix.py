@@ -81,11 +81,11 @@ def run_cell(op: Op, backend: str, device: str, dtype: torch.dtype, sample: str,
         return Cell(*about, "fail", (f"{type(error).__name__}: {error}",), None, evidence)
     faults, largest = [], 0.0
     for name, tensor in flat_results(op, result, got).items():
-        error = difference(tensor, want[name].to(tensor.dtype))
-        largest = max(largest, error)
+        apart = difference(tensor, want[name].to(tensor.dtype))
+        largest = max(largest, apart)
         allowed = 0.0 if op.exact else TOLERANCES.get(tensor.dtype, 0.0)
-        if not error <= allowed:
-            faults.append(f"{name} differs from the reference by {error:.3g} of its largest value; allowed {allowed:.3g}")
+        if not apart <= allowed:
+            faults.append(f"{name} differs from the reference by {apart:.3g} of its largest value; allowed {allowed:.3g}")
     faults += [
         f"{name} was written, but the op does not declare it"
         for name, value in got.items()

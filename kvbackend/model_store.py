@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
@@ -80,7 +81,9 @@ def locate(model: str | None, progress: Progress = lambda step: None) -> tuple[s
             raise ArgumentError(f"model {model} has no config.json; a Hugging Face folder has one: name that folder")
         return path.resolve().name, path
     if path.suffix.lower() != ".gguf":
-        raise ArgumentError(f"model {model} is a {path.suffix or 'plain'} file; it must be a folder or a .gguf file: pass one")
+        raise ArgumentError(
+            f"model {model} is a {path.suffix or 'plain'} file; it must be a folder or a .gguf file: pass one"
+        )
     return path.stem, converted(path, progress)
 
 
@@ -132,9 +135,10 @@ def convert(gguf: Path, folder: Path, progress: Progress) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         progress("dequantizing the weights")
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    except (ValueError, KeyError, NotImplementedError) as error:  # what transformers raises for files it cannot read
+    except (ValueError, KeyError, IndexError, NotImplementedError, struct.error) as error:  # cut off, or unknown to it
         raise ArgumentError(
-            f"{gguf} cannot be converted ({error}); transformers must know its architecture: choose another model"
+            f"{gguf} cannot be converted ({error}); it must be whole, of an architecture that transformers "
+            f"knows: choose another file"
         ) from error
     progress("writing the converted model")
     # The weights are plain float32 now, but transformers refuses to save what it still takes for quantized.

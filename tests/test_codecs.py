@@ -318,6 +318,16 @@ def test_division_is_not_multiplication_by_an_inverse() -> None:
     assert not torch.equal(grids.pack_nibbles(grids.e2m1_codes(x.float() * inverse)), codes)
 
 
+def test_the_global_scale_divides() -> None:
+    """Numbers that are ties once divided, exactly; times an inverse that was rounded, some are ties no more."""
+    ties = [6.0, 5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25] * 2
+    for numerator in range(3, 400, 2):
+        g = torch.tensor([numerator / 1024])
+        codes, scales = encode(row(*ties) * g, "nvfp4", global_scale=g)
+        assert scales.float().item() == 1
+        assert grids.unpack_nibbles(codes).flatten().tolist() == [7, 6, 6, 4, 4, 2, 2, 0] * 2
+
+
 def test_every_head_has_its_own_scale() -> None:
     scale = torch.tensor([0.5, 4.0, 0.25])
     x = torch.arange(1.0, 9.0).reshape(2, 1, 4).expand(2, 3, 4)
@@ -549,6 +559,7 @@ def test_kivi_of_equal_and_of_nearly_equal_numbers() -> None:
     x = torch.full((1, 1, 32), 1.0)
     x[..., 0] = 1 + 2**-23  # a step that float16 cannot hold
     assert (there_and_back(x, "int4", "value") == 1).all()
+    assert encode(x, "int4", "value")[1].flatten().tolist() == [1, 1], "scale 1, so that nothing is divided by 0"
 
 
 # ------------------------------------------------------------------------------------------------------------- records

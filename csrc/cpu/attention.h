@@ -33,6 +33,7 @@ namespace kvbackend::KVBACKEND_ISA {
 
 constexpr int64_t kTile = 64;           // keys attended to at once
 constexpr int64_t kRows = 64;           // rows of a task
+constexpr int64_t kPanel = 128;         // dims of keys and queries that are kept in L1
 constexpr int64_t kSplit = 512;         // keys of a task of a sequence with few queries
 constexpr int64_t kThreadWork = 1 << 20;  // multiplications that are worth another thread
 constexpr int64_t kLine = 64;           // bytes of a cache line
@@ -40,42 +41,18 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // ------------------------------------------------------------------------------------------------------- the batch
 
-// A matrix of int32 or int64, any strides.
-class IdTable {
- public:
-  IdTable(const Tensor& tensor, const char* name)
-      : rows_(tensor.size(0)),
-        columns_(tensor.size(1)),
-        row_(tensor.stride(0)),
-        column_(tensor.stride(1)),
-        wide_(tensor.scalar_type() == ScalarType::Long),
-        data_(tensor.const_data_ptr()) {
-    KVBACKEND_CHECK(wide_ || tensor.scalar_type() == ScalarType::Int, name, " is ",
-                    torch::headeronly::toString(tensor.scalar_type()), "; it must be int32 or int64: convert it");
-  }
-
-  int64_t rows() const { return rows_; }
-  int64_t columns() const { return columns_; }
-
-  int64_t operator()(int64_t row, int64_t column) const {
-    const int64_t i = row * row_ + column * column_;
-    return wide_ ? static_cast<const int64_t*>(data_)[i] : static_cast<const int32_t*>(data_)[i];
-  }
-
- private:
-  int64_t rows_, columns_, row_, column_;
-  bool wide_;
-  const void* data_;
-};
-
 // Which blocks hold a sequence. A block that the pool lacks, -1 among them, holds nothing.
 class Pages {
  public:
   Pages(const Tensor& block_table, int64_t num_blocks, int64_t block_size)
-      : table_(block_table, "block_table"), num_blocks_(num_blocks), block_size_(block_size) {}
+      : table_(block_table, "block_table"),
+        sequences_(block_table.size(0)),
+        columns_(block_table.size(1)),
+        num_blocks_(num_blocks),
+        block_size_(block_size) {}
 
-  int64_t sequences() const { return table_.rows(); }
-  int64_t capacity() const { return table_.columns() * block_size_; }
+  int64_t sequences() const { return sequences_; }
+  int64_t capacity() const { return columns_ * block_size_; }
 
   // function(index, block, slot) for each key that exists among those of index [begin, end).
   template <class F>
@@ -92,8 +69,8 @@ class Pages {
   }
 
  private:
-  IdTable table_;
-  int64_t num_blocks_, block_size_;
+  Ids table_;
+  int64_t sequences_, columns_, num_blocks_, block_size_;
 };
 
 struct Sequence {
@@ -248,27 +225,49 @@ void score_few(const float* queries, int64_t dim, const E* const* keys, int64_t 
   }
 }
 
-// Many rows: lanes run over rows. V vectors of rows x kAccumulators / V keys in registers; a number of a key meets all
-// of them. The queries [dim, width] stay in L1 or L2.
+// Many rows: lanes run over rows. V vectors of rows x up to 8 keys in registers; a number of a key meets all of them. Adds
+// the products of `dims` dims, a panel of the keys [count, key_row] and of the queries [dims, width] that stays in L1.
+// Keys may be read up to a multiple of 8.
 template <int V>
-void score_many(const float* queries, int64_t dim, const float* const* keys, int64_t count, float* scores,
+void score_many(const float* queries, int64_t dims, const float* keys, int64_t key_row, int64_t count, float* scores,
                 int64_t width, Prefetcher& ahead) {
-  constexpr int kKeys = kAccumulators / V;
+  constexpr int kKeys = std::min(8, kAccumulators / V);
   for (int64_t n = 0; n < count; n += kKeys) {
-    Vec sum[kKeys][V] = {};
-    for (int64_t d = 0; d < dim; ++d) {
-      if (d % 32 == 0) ahead.step();
-#pragma GCC unroll 16
+    Vec sum[kKeys * V] = {};
+    const float* key = keys + n * key_row;
+    ahead.step();
+    for (int64_t d = 0; d < dims; ++d) {
+#pragma GCC unroll 8
       for (int k = 0; k < kKeys; ++k) {
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) sum[k][v] += keys[n + k][d] * load(queries + d * width + v * kLanes);
+        for (int v = 0; v < V; ++v) sum[k * V + v] += key[k * key_row + d] * load(queries + d * width + v * kLanes);
       }
     }
-#pragma GCC unroll 16
+    ahead.step();
+#pragma GCC unroll 8
     for (int k = 0; k < kKeys; ++k) {
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) store(scores + (n + k) * width + v * kLanes, sum[k][v]);
+      for (int v = 0; v < V; ++v) {
+        float* score = scores + (n + k) * width + v * kLanes;
+        store(score, load(score) + sum[k * V + v]);
+      }
     }
+  }
+}
+
+// score_many for all rows and dims. Panels of kPanel dims: shorter sums also round less.
+inline void score_many_rows(const float* queries, int64_t dim, const float* keys, int64_t key_row, int64_t count,
+                            float* scores, int64_t width, Prefetcher& ahead) {
+  constexpr int kMost = kAccumulators / 4;
+  std::fill_n(scores, round_up(count, 8) * width, 0.0f);
+  for (int64_t d = 0; d < dim; d += kPanel) {
+    const int64_t dims = std::min(kPanel, dim - d);
+    const float* panel = queries + d * width;
+    int64_t row = 0;
+    for (; row + kMost * kLanes <= width; row += kMost * kLanes)
+      score_many<kMost>(panel + row, dims, keys + d, key_row, count, scores + row, width, ahead);
+    for (; row < width; row += kLanes)
+      score_many<1>(panel + row, dims, keys + d, key_row, count, scores + row, width, ahead);
   }
 }
 
@@ -303,15 +302,20 @@ void weigh(const float* weights, int64_t width, const E* const* values, int64_t 
   }
 }
 
-// weigh, over all dims: as many vectors at once as registers hold, then two.
+// weigh, for all rows and dims. Dims in the outer loop: their part of the values stays in L1 for all rows.
 template <int R, class E>
-void weigh_all(const float* weights, int64_t width, const E* const* values, int64_t count, int64_t dims,
+void weigh_all(const float* weights, int64_t width, const E* const* values, int64_t count, int64_t rows, int64_t dims,
                const float* decay, float* out, Prefetcher& ahead) {
   constexpr int kVectors = std::max(2, kAccumulators / R);
   int64_t d = 0;
-  for (; d + kVectors * kLanes <= dims; d += kVectors * kLanes)
-    weigh<R, kVectors>(weights, width, values, count, d, decay, out + d, dims, ahead);
-  for (; d < dims; d += kPair) weigh<R, 2>(weights, width, values, count, d, decay, out + d, dims, ahead);
+  for (; d + kVectors * kLanes <= dims; d += kVectors * kLanes) {
+    for (int64_t row = 0; row < rows; row += R)
+      weigh<R, kVectors>(weights + row, width, values, count, d, decay + row, out + row * dims + d, dims, ahead);
+  }
+  for (; d < dims; d += kPair) {
+    for (int64_t row = 0; row < rows; row += R)
+      weigh<R, 2>(weights + row, width, values, count, d, decay + row, out + row * dims + d, dims, ahead);
+  }
 }
 
 // Scores of `count` keys become weights; peak and total of each row are brought up to date, and decay is what the row's
@@ -488,7 +492,7 @@ class Worker {
   void attend(const Keys& keys, int64_t head, const E* const* key, const E* const* value) {
     const float* queries = queries_ + head * width_ * dim_;
     if (width_ >= kLanes) {
-      if constexpr (std::is_same_v<E, float>) score_many_rows(queries, key, keys.count);
+      score_many_rows(queries, source_.dim(), key_rows_, dim_, keys.count, scores_, width_, ahead_);
     } else if (width_ >= 4) {
       for (int64_t row = 0; row < width_; row += 4)
         score_few<4>(queries + row * dim_, dim_, key, keys.count, scores_ + row, width_, ahead_);
@@ -500,23 +504,8 @@ class Worker {
     adjust(keys, head);
     soften(scores_, keys.count, width_, peak_ + head * state_width(), total_ + head * state_width(), decay_);
     float* sums = sums_ + head * width_ * value_dim_;
-    if (width_ >= 4) {
-      for (int64_t row = 0; row < task_->rows(); row += 4)
-        weigh_all<4>(scores_ + row, width_, value, keys.count, value_dim_, decay_ + row, sums + row * value_dim_, ahead_);
-    } else if (width_ == 2) {
-      weigh_all<2>(scores_, width_, value, keys.count, value_dim_, decay_, sums, ahead_);
-    } else {
-      weigh_all<1>(scores_, width_, value, keys.count, value_dim_, decay_, sums, ahead_);
-    }
-  }
-
-  void score_many_rows(const float* queries, const float* const* key, int64_t count) {
-    constexpr int kMost = kAccumulators / 4;
-    int64_t row = 0;
-    for (; row + kMost * kLanes <= width_; row += kMost * kLanes)
-      score_many<kMost>(queries + row, source_.dim(), key, count, scores_ + row, width_, ahead_);
-    for (; row < width_; row += kLanes)
-      score_many<1>(queries + row, source_.dim(), key, count, scores_ + row, width_, ahead_);
+    const auto weigh_rows = width_ >= 4 ? weigh_all<4, E> : width_ == 2 ? weigh_all<2, E> : weigh_all<1, E>;
+    weigh_rows(scores_, width_, value, keys.count, task_->rows(), value_dim_, decay_, sums, ahead_);
   }
 
   // Softcap, bias and mask, where there are any.
@@ -609,154 +598,158 @@ class Output {
   float* lse_;
 };
 
-template <class T, class Source>
-class Attention {
+// ---------------------------------------------------------------------------------------------------------- the plan
+
+struct Merge {  // a row that several tasks leave parts of
+  int64_t sequence, token, head;
+};
+
+struct Sizes {
+  int64_t heads, kv_heads, dim, value_dim;
+  bool in_order;  // positions are indices
+};
+
+class Plan {
  public:
-  Attention(const Source& source, const Pages& pages, const Rule& rule, std::vector<Sequence> batch)
-      : source_(source), pages_(pages), rule_(rule), batch_(std::move(batch)), part_size_(source.value_dim() + 2) {
-    plan();
-  }
-
-  // Parallel over tasks, the costly first: a thread that has done one takes the next. Then over rows that have parts.
-  void run(const Output<T>& output) const {
-    const std::unique_ptr<float[]> parts(new float[num_parts_ * part_size_]);
-    std::atomic<size_t> taken{0};
-    torch::stable::parallel_for(0, threads_, 1, [&](int64_t, int64_t) {
-      Worker<T, Source> worker(source_, pages_, rule_);
-      for (size_t i = taken++; i < tasks_.size(); i = taken++) {
-        const Task& task = tasks_[i];
-        const Sequence& sequence = batch_[task.sequence];
-        worker.run(task, sequence, [&](int64_t token, int64_t head, float peak, float total, float* values) {
-          if (task.part < 0) return output.write(token, head, peak, total, values);
-          float* part = parts.get() + part_of(sequence, token, head, task.part) * part_size_;
-          part[0] = peak;
-          part[1] = total;
-          std::copy_n(values, source_.value_dim(), part + 2);
-        });
-      }
-    });
-    torch::stable::parallel_for(0, merges_.size(), grain(part_size_ * kSplit), [&](int64_t begin, int64_t end) {
-      std::vector<float> values(source_.value_dim());
-      for (int64_t i = begin; i < end; ++i) merge(merges_[i], parts.get(), values, output);
-    });
-  }
-
- private:
-  struct Merge {
-    int64_t sequence, token, head;
-  };
-
-  int64_t part_of(const Sequence& sequence, int64_t token, int64_t head, int64_t part) const {
-    const int64_t row = (token - sequence.first_token) * source_.heads() + head;
-    return sequence.first_part + row * sequence.parts + part;
-  }
-
-  // The parts of a row, in the order of their keys.
-  void merge(const Merge& row, const float* parts, std::vector<float>& values, const Output<T>& output) const {
-    const Sequence& sequence = batch_[row.sequence];
-    const float* first = parts + part_of(sequence, row.token, row.head, 0) * part_size_;
-    float peak = -kInfinity, total = 0;
-    for (int64_t i = 0; i < sequence.parts; ++i) peak = std::max(peak, first[i * part_size_]);
-    std::fill(values.begin(), values.end(), 0.0f);
-    for (int64_t i = 0; i < sequence.parts; ++i) {
-      const float* part = first + i * part_size_;
-      const float worth = part[0] == -kInfinity ? 0.0f : std::exp(part[0] - peak);
-      total += worth * part[1];
-      for (int64_t d = 0; d < source_.value_dim(); ++d) values[d] += worth * part[2 + d];
-    }
-    output.write(row.token, row.head, peak, total, values.data());
-  }
-
-  void plan() {
-    const int64_t members = source_.heads() / source_.kv_heads();
+  Plan(const Sizes& sizes, const Rule& rule, std::vector<Sequence> sequences)
+      : batch(std::move(sequences)), sizes_(sizes), rule_(rule) {
+    const int64_t members = sizes.heads / sizes.kv_heads;
     const int64_t queries = std::max<int64_t>(1, kRows / members);  // of a task
     std::vector<Task> ranges;                                       // tasks of all kv heads
-    for (size_t i = 0; i < batch_.size(); ++i) {
-      Sequence& sequence = batch_[i];
-      for (int64_t query = 0; query < sequence.queries; query += queries) {
-        Task task{static_cast<int64_t>(i), query, std::min(queries, sequence.queries - query)};
-        reach(sequence, task);
+    for (int64_t i = 0; i < static_cast<int64_t>(batch.size()); ++i) {
+      for (int64_t query = 0; query < batch[i].queries; query += queries) {
+        Task task{i, query, std::min(queries, batch[i].queries - query)};
+        reach(task);
         if (task.begin >= task.end) continue;
-        const bool split = sequence.queries <= queries && task.begin / kSplit < (task.end - 1) / kSplit;
-        if (split) plan_parts(sequence, task);
+        if (batch[i].queries <= queries) plan_parts(task);
         for (int64_t member = 0; member < members; member += kRows) {
           task.first_member = member;
           task.members = std::min(kRows, members - member);
-          if (split) {
-            cut(sequence, task, ranges);
-          } else {
-            task.part = -1;
-            ranges.push_back(task);
-          }
+          cut(task, ranges);
         }
       }
     }
     share(ranges);
   }
 
+  int64_t part_index(const Sequence& sequence, int64_t token, int64_t head, int64_t part) const {
+    const int64_t row = (token - sequence.first_token) * sizes_.heads + head;
+    return sequence.first_part + row * sequence.parts + part;
+  }
+
+  std::vector<Sequence> batch;
+  std::vector<Task> tasks;  // the costly first
+  std::vector<Merge> merges;
+  int64_t num_parts = 0;
+  int64_t threads = 0;
+
+ private:
   // The keys that any of a task's queries attends to.
-  void reach(const Sequence& sequence, Task& task) const {
+  void reach(Task& task) const {
+    const Sequence& sequence = batch[task.sequence];
     const int64_t first = std::max<int64_t>(0, sequence.start + task.first_query);
     const int64_t last = sequence.start + task.first_query + task.queries - 1;
     task.begin = 0;
     task.end = last < 0 ? 0 : sequence.length;
-    if (!source_.in_order()) return;
+    if (!sizes_.in_order) return;
     if (rule_.window > 0) task.begin = std::max<int64_t>(0, first - rule_.window + 1);
     if (rule_.causal) task.end = std::min(task.end, last + 1);
   }
 
-  void plan_parts(Sequence& sequence, const Task& task) {
+  // For the one range of queries of a sequence: how many parts its keys make.
+  void plan_parts(const Task& task) {
+    Sequence& sequence = batch[task.sequence];
     sequence.parts = (task.end - 1) / kSplit - task.begin / kSplit + 1;
-    sequence.first_part = num_parts_;
-    num_parts_ += sequence.parts * sequence.queries * source_.heads();
+    if (sequence.parts == 1) return;
+    sequence.first_part = num_parts;
+    num_parts += sequence.parts * sequence.queries * sizes_.heads;
     for (int64_t query = 0; query < sequence.queries; ++query) {
-      for (int64_t head = 0; head < source_.heads(); ++head)
-        merges_.push_back({task.sequence, sequence.first_token + query, head});
+      for (int64_t head = 0; head < sizes_.heads; ++head)
+        merges.push_back({task.sequence, sequence.first_token + query, head});
     }
   }
 
-  void cut(const Sequence& sequence, const Task& task, std::vector<Task>& out) const {
-    for (int64_t part = 0; part < sequence.parts; ++part) {
-      const int64_t at = (task.begin / kSplit + part) * kSplit;
+  void cut(Task task, std::vector<Task>& out) const {
+    const int64_t parts = batch[task.sequence].parts, begin = task.begin, end = task.end;
+    for (int64_t part = 0; part < std::max<int64_t>(1, parts); ++part) {
+      const int64_t at = (begin / kSplit + part) * kSplit;
+      task.part = parts > 1 ? part : -1;
+      if (parts > 1) task.begin = std::max(begin, at);
+      if (parts > 1) task.end = std::min(end, at + kSplit);
       out.push_back(task);
-      out.back().begin = std::max(task.begin, at);
-      out.back().end = std::min(task.end, at + kSplit);
-      out.back().part = part;
     }
   }
 
   // Each range becomes tasks of some kv heads: as many as fit in kRows, fewer where threads would have nothing to do.
   void share(const std::vector<Task>& ranges) {
-    const int64_t available = torch::stable::get_num_threads(), kv_heads = source_.kv_heads();
-    const int64_t fair = std::max<int64_t>(1, static_cast<int64_t>(ranges.size()) * kv_heads / (2 * available));
+    const int64_t available = torch::stable::get_num_threads(), kv_heads = sizes_.kv_heads;
+    const int64_t fair = static_cast<int64_t>(ranges.size()) * kv_heads / (2 * available);
     int64_t work = 0;
     for (Task task : ranges) {
-      const int64_t width = width_of(task.rows());
-      const int64_t heads = std::clamp<int64_t>(std::min(kRows / width, fair), 1, kv_heads);
+      const int64_t heads = std::clamp<int64_t>(std::min(kRows / width_of(task.rows()), fair), 1, kv_heads);
       for (task.first_head = 0; task.first_head < kv_heads; task.first_head += heads) {
         task.heads = std::min(heads, kv_heads - task.first_head);
-        tasks_.push_back(task);
+        tasks.push_back(task);
         work += cost(task);
       }
     }
-    std::stable_sort(tasks_.begin(), tasks_.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
-    threads_ = std::min<int64_t>({available, static_cast<int64_t>(tasks_.size()), work / kThreadWork + 1});
+    std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
+    threads = std::min<int64_t>({available, static_cast<int64_t>(tasks.size()), work / kThreadWork + 1});
   }
 
-  int64_t cost(const Task& task) const {
-    return task.heads * (task.end - task.begin) * (source_.dim() + source_.value_dim()) * std::max<int64_t>(8, task.rows());
+  int64_t cost(const Task& task) const {  // few rows cost as much as eight: reading the keys
+    return task.heads * (task.end - task.begin) * (sizes_.dim + sizes_.value_dim) * std::max<int64_t>(8, task.rows());
   }
 
-  const Source& source_;
-  const Pages& pages_;
+  const Sizes sizes_;
   const Rule rule_;
-  std::vector<Sequence> batch_;
-  const int64_t part_size_;  // a part: peak, total, values
-  int64_t num_parts_ = 0;
-  int64_t threads_ = 0;
-  std::vector<Task> tasks_;
-  std::vector<Merge> merges_;
 };
+
+// Parallel over tasks: a thread that has done one takes the next.
+template <class T, class Source>
+void run_tasks(const Source& source, const Pages& pages, const Rule& rule, const Plan& plan, float* parts,
+               const Output<T>& output) {
+  const int64_t value_dim = source.value_dim();
+  std::atomic<size_t> taken{0};
+  torch::stable::parallel_for(0, plan.threads, 1, [&](int64_t, int64_t) {
+    Worker<T, Source> worker(source, pages, rule);
+    for (size_t i = taken++; i < plan.tasks.size(); i = taken++) {
+      const Task& task = plan.tasks[i];
+      const Sequence& sequence = plan.batch[task.sequence];
+      worker.run(task, sequence, [&](int64_t token, int64_t head, float peak, float total, float* values) {
+        if (task.part < 0) return output.write(token, head, peak, total, values);
+        float* part = parts + plan.part_index(sequence, token, head, task.part) * (value_dim + 2);
+        part[0] = peak;
+        part[1] = total;
+        std::copy_n(values, value_dim, part + 2);
+      });
+    }
+  });
+}
+
+// Parallel over rows: the parts of each, in the order of their keys.
+template <class T>
+void merge_parts(const Plan& plan, int64_t value_dim, const float* parts, const Output<T>& output) {
+  const int64_t size = value_dim + 2;
+  torch::stable::parallel_for(0, plan.merges.size(), grain(size * kSplit), [&](int64_t begin, int64_t end) {
+    std::vector<float> values(value_dim);
+    for (int64_t i = begin; i < end; ++i) {
+      const Merge& row = plan.merges[i];
+      const Sequence& sequence = plan.batch[row.sequence];
+      const float* first = parts + plan.part_index(sequence, row.token, row.head, 0) * size;
+      float peak = -kInfinity, total = 0;
+      for (int64_t n = 0; n < sequence.parts; ++n) peak = std::max(peak, first[n * size]);
+      std::fill(values.begin(), values.end(), 0.0f);
+      for (int64_t n = 0; n < sequence.parts; ++n) {
+        const float* part = first + n * size;
+        const float worth = part[0] == -kInfinity ? 0.0f : std::exp(part[0] - peak);
+        total += worth * part[1];
+        for (int64_t d = 0; d < value_dim; ++d) values[d] += worth * part[2 + d];
+      }
+      output.write(row.token, row.head, peak, total, values.data());
+    }
+  });
+}
 
 // The whole of an op, once its source is made: out [T, H, value_dim] and lse [T, H], or empty.
 template <class T, class Source>
@@ -764,7 +757,13 @@ std::tuple<Tensor, Tensor> attend(const Source& source, const Pages& pages, cons
                                   std::vector<Sequence> batch, const Tensor& q, std::vector<float> sinks,
                                   bool return_lse) {
   const Output<T> output(q, source.heads(), source.value_dim(), std::move(sinks), return_lse);
-  if (source.heads() > 0 && !batch.empty()) Attention<T, Source>(source, pages, rule, std::move(batch)).run(output);
+  if (source.heads() > 0 && !batch.empty()) {
+    const Sizes sizes{source.heads(), source.kv_heads(), source.dim(), source.value_dim(), source.in_order()};
+    const Plan plan(sizes, rule, std::move(batch));
+    const std::unique_ptr<float[]> parts(new float[plan.num_parts * (source.value_dim() + 2)]);
+    run_tasks(source, pages, rule, plan, parts.get(), output);
+    merge_parts(plan, source.value_dim(), parts.get(), output);
+  }
   return {output.out, output.lse};
 }
 

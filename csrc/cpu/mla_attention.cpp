@@ -91,8 +91,8 @@ std::tuple<Tensor, Tensor> mla_attention(const Tensor& q_nope, const Tensor& q_p
   const Rule rule{static_cast<float>(softmax_scale), causal, -1, 0.0f};
   std::vector<Sequence> batch = read_batch(pages, seq_lens, cu_seqlens_q, max_seqlen_q, q_nope.size(0));
   std::tuple<Tensor, Tensor> result;
-  with_dtype(q_nope, "q_nope", [&](auto type) {
-    using T = decltype(type);
+  with_dtype(q_nope, "q_nope", [&](auto zero) {
+    using T = decltype(zero);
     const LatentSource<T> source(q_nope, q_pe, ckv_cache, kpe_cache);
     result = attend<T>(source, pages, rule, std::move(batch), q_nope, {}, return_lse);
   });

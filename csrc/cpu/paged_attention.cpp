@@ -1,62 +1,9 @@
 // Dense attention over a paged K/V cache.
 #include "attention.h"
+#include "rope.h"
 
 namespace kvbackend::KVBACKEND_ISA {
 namespace {
-
-// A vector or matrix of floats of any dtype, read row by row.
-class AnyFloats {
- public:
-  AnyFloats(const Tensor& tensor, const char* name)
-      : data_(static_cast<const char*>(tensor.const_data_ptr())),
-        element_(tensor.element_size()),
-        size_(tensor.size(tensor.dim() - 1)),
-        row_(tensor.dim() == 2 ? tensor.stride(0) : 0),
-        column_(tensor.stride(tensor.dim() - 1)) {
-    with_dtype(tensor, name, [&](auto type) {
-      using T = decltype(type);
-      load_ = [](const char* row, int64_t stride, int64_t size, float* out) {
-        load_row(reinterpret_cast<const T*>(row), stride, size, out);
-      };
-    });
-  }
-
-  int64_t size() const { return size_; }
-  void load(int64_t row, float* out) const { load_(data_ + row * row_ * element_, column_, size_, out); }
-
- private:
-  const char* data_;
-  int64_t element_, size_, row_, column_;
-  void (*load_)(const char*, int64_t, int64_t, float*) = nullptr;
-};
-
-// Turns keys as they are read.
-class Rope {
- public:
-  Rope(const Tensor& cos_sin, bool interleaved)
-      : table_(cos_sin, "rope_cos_sin"), positions_(cos_sin.size(0)), interleaved_(interleaved) {
-    KVBACKEND_CHECK(positions_ > 0, "rope_cos_sin has no rows; it must have one for each position: pass a longer table");
-  }
-
-  void turn(int64_t position, float* key) const {
-    const int64_t half = table_.size() / 2;
-    const int64_t step = interleaved_ ? 2 : 1, apart = interleaved_ ? 1 : half;
-    thread_local std::vector<float> angles;
-    angles.resize(table_.size());
-    table_.load(std::clamp<int64_t>(position, 0, positions_ - 1), angles.data());
-    for (int64_t i = 0; i < half; ++i) {
-      float &first = key[i * step], &second = key[i * step + apart];
-      const float cos = angles[i], sin = angles[half + i], before = first;
-      first = before * cos - second * sin;
-      second = before * sin + second * cos;
-    }
-  }
-
- private:
-  AnyFloats table_;
-  int64_t positions_;
-  bool interleaved_;
-};
 
 template <class T>
 struct Cache {  // [nb, bs, Hk, D]
@@ -87,8 +34,10 @@ class PagedSource {
         keys_(key_cache),
         values_(value_cache) {}
 
-  std::optional<IdTable> positions;
-  std::optional<Rope> rope;
+  std::optional<Ids> positions;
+  std::optional<RotaryTable> rope;  // keys are turned as they are read
+  int64_t rope_rows = 0;
+  bool rope_interleaved = false;
   std::optional<Tensor> key_bias;
 
   int64_t heads() const { return heads_; }
@@ -119,7 +68,10 @@ class PagedSource {
 
   void load_key(const Keys& keys, int64_t n, int64_t head, float* out) const {
     load_row(key_row(keys, n, head), keys_.dim, keys_.size, out);
-    if (rope) rope->turn(keys.position[n], out);
+    if (!rope) return;
+    std::vector<float> cos_sin(rope->rotary_dim());
+    rope->load(std::clamp<int64_t>(keys.position[n], 0, rope_rows - 1), cos_sin.data());
+    rotate(out, cos_sin.data(), rope->rotary_dim(), rope_interleaved);
   }
 
   void load_value(const Keys& keys, int64_t n, int64_t head, float* out) const {
@@ -149,7 +101,9 @@ std::vector<float> read_sinks(const std::optional<Tensor>& sinks, int64_t heads)
   if (!sinks) return {};
   expect_shape(*sinks, "sinks", {heads});
   std::vector<float> values(heads);
-  AnyFloats(*sinks, "sinks").load(0, values.data());
+  with_dtype(*sinks, "sinks", [&](auto zero) {
+    load_row(static_cast<const decltype(zero)*>(sinks->const_data_ptr()), sinks->stride(0), heads, values.data());
+  });
   return values;
 }
 
@@ -178,19 +132,20 @@ std::tuple<Tensor, Tensor> paged_attention(
   const Rule rule{static_cast<float>(softmax_scale), causal, window, static_cast<float>(softcap)};
   std::vector<Sequence> batch = read_batch(pages, seq_lens, cu_seqlens_q, max_seqlen_q, q.size(0));
   std::tuple<Tensor, Tensor> result;
-  with_dtype(q, "q", [&](auto type) {
-    using T = decltype(type);
+  with_dtype(q, "q", [&](auto zero) {
+    using T = decltype(zero);
     PagedSource<T> source(q, key_cache, value_cache);
     if (key_positions) {
       expect_shape(*key_positions, "key_positions", {num_blocks, block_size});
       source.positions.emplace(*key_positions, "key_positions");
     }
     if (rope_cos_sin) {
-      expect_rank(*rope_cos_sin, "rope_cos_sin", 2);
-      KVBACKEND_CHECK(rope_cos_sin->size(1) % 2 == 0 && rope_cos_sin->size(1) <= q.size(2), "rope_cos_sin has ",
-                      rope_cos_sin->size(1), " columns; it must have an even number, at most ", q.size(2),
-                      ": pass cos then sin");
-      source.rope.emplace(*rope_cos_sin, rope_interleaved);
+      source.rope.emplace(*rope_cos_sin, q.scalar_type());
+      source.rope_rows = rope_cos_sin->size(0);
+      source.rope_interleaved = rope_interleaved;
+      KVBACKEND_CHECK(rope_cos_sin->size(1) <= q.size(2), "rope_cos_sin rotates ", rope_cos_sin->size(1),
+                      " dims but keys have ", q.size(2), "; it must be at most that: pass the table of this model");
+      KVBACKEND_CHECK(source.rope_rows > 0, "rope_cos_sin has no rows; it must have one for each position: pass a table");
     }
     if (key_bias) {
       expect_shape(*key_bias, "key_bias", {num_blocks, block_size, kv_heads});

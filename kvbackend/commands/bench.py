@@ -24,8 +24,9 @@ def main(args: argparse.Namespace) -> int:
     found = bench.op_times(chosen)
     if not args.ops:
         found = bench.dispatch_overhead() + found
-    document = dict(machine=bench.machine(), threads=torch.get_num_threads(), limits=bench.limits())
+    machine, limits = bench.machine(), bench.limits()
     if args.json:
+        document = dict(machine=machine, threads=torch.get_num_threads(), limits=limits)
         print_json("bench", document | {"results": [result.to_dict() for result in found]})
         return 0
     rows = [
@@ -40,6 +41,5 @@ def main(args: argparse.Namespace) -> int:
         for result in found
     ]
     print_table(("op", "case", "backend", "median us", "p20 us", "over plain us"), rows)
-    limits = document["limits"]
-    print(f"{document['machine']}; read {limits['read_gbs']} GB/s, copy {limits['copy_gbs']} GB/s; bfloat16, cache-warm")
+    print(f"{machine}; read {limits['read_gbs']} GB/s, copy {limits['copy_gbs']} GB/s; bfloat16, cache-warm")
     return 0

@@ -28,9 +28,9 @@ DEFAULT_PROMPT = "The capital of France is"
 KV_FORMATS = ("auto", "fp32", "bf16", "fp16")
 DTYPES = ("float32", "bfloat16", "float16")
 _EPILOG = f"""
-The default model is {model_store.DEFAULT_NAME}, from the package {model_store.PACKAGE}; it is converted once and kept in
-$XDG_CACHE_HOME/kvbackend (else ~/.cache/kvbackend). Decoding is greedy. In float32 the tokens are those that
-transformers finds with its own cache; --verify runs that too and compares.
+The default model is {model_store.DEFAULT_NAME}, from the package {model_store.PACKAGE}; it is converted once and
+kept in $XDG_CACHE_HOME/kvbackend (else ~/.cache/kvbackend). Decoding is greedy. In float32 the tokens are those
+that transformers finds with its own cache; --verify runs that too and compares.
 
 exit codes: 0 done, 1 --verify found other tokens or no backend can run the model, 2 wrong usage or something is missing
 """
@@ -40,12 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, metavar="PROMPT", help=f"default: {DEFAULT_PROMPT!r}")
+    parser.add_argument(
+        "prompt", nargs="?", default=DEFAULT_PROMPT, metavar="PROMPT", help=f"default: {DEFAULT_PROMPT!r}"
+    )
     parser.add_argument("--model", metavar="PATH", help="a Hugging Face folder or a .gguf file; default: see below")
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="default: 64")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--raw", action="store_true", help="the model continues the prompt as it stands (the default)")
-    form.add_argument("--chat", action="store_true", help="the prompt is a question, put into the model's chat template")
+    form.add_argument(
+        "--chat", action="store_true", help="the prompt is a question, put into the model's chat template"
+    )
     cache = parser.add_argument_group("the cache")
     cache.add_argument(
         "--kv-format", choices=KV_FORMATS, default="auto", help="how tokens are stored; default: auto, as --dtype says"
@@ -188,12 +192,13 @@ def choose_device(name: str) -> torch.device:
 def load(folder: Path, dtype: str, device: torch.device) -> tuple[Any, Any]:
     """Tokenizer and model of a Hugging Face folder."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, KeyError) as error:  # what transformers raises for a folder that it cannot read
+    except (OSError, ValueError, KeyError, SafetensorError) as error:  # absent, unknown or damaged files
         raise ArgumentError(
             f"model {folder} cannot be loaded ({str(error).strip().splitlines()[0]}); it must hold a causal language "
             f"model and its tokenizer: check the folder"
@@ -219,8 +224,8 @@ def encode(tokenizer: Any, model: Any, prompt: str, chat: bool, max_new_tokens: 
     wanted = inputs["input_ids"].shape[1] + max_new_tokens
     if context and wanted > context:
         raise ArgumentError(
-            f"the prompt and --max-new-tokens come to {wanted} tokens; the model's context is {context}: shorten one of "
-            f"them"
+            f"the prompt and --max-new-tokens come to {wanted} tokens; the model's context is {context}: shorten one "
+            f"of them"
         )
     return inputs
 

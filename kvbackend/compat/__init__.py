@@ -1,8 +1,8 @@
 """Which versions fit together: the facts as data, the rules as plain functions.
 
-`matrix.json` holds one row per fact, each with its source, its date and whether it was `tested` by us or `published` by a
-vendor. `rules` asks the rows; `versions` compares version texts. The doctor and the backends use the same functions,
-so a refusal and a diagnosis never disagree. Standard library only.
+`matrix.json` holds one row per fact, each with its source, its date and whether it was `tested` by us or `published`
+by a vendor. `rules` asks the rows; `versions` compares version texts. The doctor and the backends use the same
+functions, so a refusal and a diagnosis never disagree. Standard library only.
 
     >>> from kvbackend.compat import rules
     >>> print(rules.op_cann("npu_sparse_flash_attention", soc="Ascend950PR_9579", cann="9.0.0"))

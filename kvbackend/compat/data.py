@@ -43,9 +43,11 @@ class Matrix:
             self._kinds[row["kind"]][names] = row
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
+        """All rows of a kind, in order."""
         return list(self._kinds[kind].values())
 
     def row(self, kind: str, *names: str) -> dict[str, Any] | None:
+        """The row of that name, or None."""
         return self._kinds[kind].get(names)
 
 
@@ -53,9 +55,7 @@ def check_row(row: Any, where: str) -> None:
     """Raise `DataError` unless `row` is a well-formed matrix row with a source."""
     if not isinstance(row, dict) or row.get("kind") not in KINDS:
         got = row.get("kind") if isinstance(row, dict) else type(row).__name__
-        raise DataError(
-            "{} is of kind {!r}; a row has one of {}: fix the row".format(where, got, ", ".join(KINDS))
-        )
+        raise DataError("{} is of kind {!r}; a row has one of {}: fix the row".format(where, got, ", ".join(KINDS)))
     names, more = KINDS[row["kind"]]
     missing = [k for k in names + more + ("source", "date", "status") if k not in row]
     missing += [k for k in (*names, "source", "date") if k not in missing and not row[k]]
@@ -64,31 +64,23 @@ def check_row(row: Any, where: str) -> None:
             "{} ({}) lacks {}; every row names these: add them".format(where, row["kind"], ", ".join(missing))
         )
     if row["status"] not in STATUSES:
-        raise DataError(
-            "{} has status {!r}; allowed are tested and published: fix it".format(where, row["status"])
-        )
+        raise DataError("{} has status {!r}; allowed are tested and published: fix it".format(where, row["status"]))
 
 
 def _decode(text: str, where: str, schema: str, key: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise DataError(
-            f"{where} is not JSON ({error}); a document of schema {schema} is: fix the file"
-        ) from None
-    if (
-        not isinstance(document, dict)
-        or document.get("schema") != schema
-        or not isinstance(document.get(key), list)
-    ):
-        raise DataError(
-            f'{where} has no "schema": "{schema}" with a list "{key}"; both are needed: fix the file'
-        )
+        raise DataError(f"{where} is not JSON ({error}); a document of schema {schema} is: fix the file") from None
+    if not isinstance(document, dict) or document.get("schema") != schema or not isinstance(document.get(key), list):
+        raise DataError(f'{where} has no "schema": "{schema}" with a list "{key}"; both are needed: fix the file')
     return document
 
 
 def _shipped(name: str) -> str:
-    return pkgutil.get_data(__name__, name).decode("utf-8")
+    text = pkgutil.get_data(__name__, name)
+    assert text is not None, name
+    return text.decode("utf-8")
 
 
 def load_matrix(extra: str | None = None) -> Matrix:
@@ -100,12 +92,10 @@ def load_matrix(extra: str | None = None) -> Matrix:
             with open(extra, encoding="utf-8") as file:
                 text = file.read()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{extra} cannot be read ({error}); --matrix takes a JSON file: check the path"
-            ) from None
+            raise DataError(f"{extra} cannot be read ({error}); --matrix takes a JSON file: check the path") from None
         added = _decode(text, extra, MATRIX_SCHEMA, "rows")["rows"]
         for number, row in enumerate(added, 1):
-            check_row(row, "row %d of %s" % (number, extra))
+            check_row(row, f"row {number} of {extra}")
         rows, version = rows + added, version + "+local"
     return Matrix(rows, version)
 

@@ -1,7 +1,7 @@
 """The compatibility rules: each asks the matrix one question and answers with a `Ruling`.
 
-Every function takes version texts as the host shows them and an optional `matrix` (the shipped one by default). What the
-rows do not say is `unknown`, never `bad`. Sources stand in the rows.
+Every function takes version texts as the host shows them and an optional `matrix` (the shipped one by default). What
+the rows do not say is `unknown`, never `bad`. Sources stand in the rows.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ def torch_npu_cann(torch_npu: str, cann: str, matrix: Matrix | None = None) -> R
     row = matrix.row("torch_npu", versions_key(torch_npu))
     if row and any(versions.fits(p, cann) for p in _cann_list(row["cann"]) + row.get("cann_seen", [])):
         return Ruling("ok", **_row(row, "torch_npu"))
-    for line in matrix.rows("product_cann") if row and row["product"] else ():
-        if versions.fits(line["product"], row["product"]) and versions.fits(line["cann"], cann):
+    product = row["product"] if row else None
+    for line in matrix.rows("product_cann") if product else ():
+        if versions.fits(line["product"], product) and versions.fits(line["cann"], cann):
             return Ruling("ok", **_row(line, "product", "cann"))
     pair = f"torch_npu {torch_npu} with CANN {cann}"
     return _unknown(pair, nearest_set(torch_npu, cann, matrix))
@@ -126,9 +127,7 @@ def nearest_set(torch_npu: str, cann: str, matrix: Matrix | None = None) -> str:
     if not rows:
         return "none known"
     best = min(rows, key=distance)
-    return "torch {}, torch_npu {}, CANN {}".format(
-        best["torch"], best["torch_npu"], _cann_list(best["cann"])[0]
-    )
+    return "torch {}, torch_npu {}, CANN {}".format(best["torch"], best["torch_npu"], _cann_list(best["cann"])[0])
 
 
 def cann_driver(cann: str, driver: str, matrix: Matrix | None = None) -> Ruling:
@@ -206,9 +205,7 @@ def _introduced(soc: str, what: str, have: str, key: str, matrix: Matrix | None)
 def _at_least(version: versions.Version, minimum: str) -> bool:
     """Whether `version` reaches `minimum`; a beta of the minimum itself counts, as the vendor ships features in it."""
     wanted = versions.parse(minimum)
-    return wanted is not None and (
-        version >= wanted or (version.release == wanted.release and len(wanted.tail) == 1)
-    )
+    return wanted is not None and (version >= wanted or (version.release == wanted.release and len(wanted.tail) == 1))
 
 
 def op_cann(op: str, soc: str, cann: str, matrix: Matrix | None = None) -> Ruling:
@@ -216,11 +213,7 @@ def op_cann(op: str, soc: str, cann: str, matrix: Matrix | None = None) -> Rulin
 
     `op` is the vendor's name (`npu_sparse_flash_attention`, `flash_mla`); `unknown` when no row speaks of op and chip.
     """
-    rows = [
-        r
-        for r in (matrix or shipped()).rows("op")
-        if r["op"] == op and soc.lower().startswith(r["soc"].lower())
-    ]
+    rows = [r for r in (matrix or shipped()).rows("op") if r["op"] == op and soc.lower().startswith(r["soc"].lower())]
     version = versions.parse(cann)
     if not rows or version is None:
         return Ruling("unknown")
@@ -291,8 +284,7 @@ def python_torch(python: str, torch: str, matrix: Matrix | None = None) -> Rulin
     return Ruling(
         "bad",
         say(
-            "Python {python} with torch {torch}; this torch is published for Python {allowed}: use one of "
-            "these",
+            "Python {python} with torch {torch}; this torch is published for Python {allowed}: use one of these",
             python=minor,
             torch=torch,
             allowed=allowed,
@@ -309,11 +301,7 @@ def triton_ascend_cann(triton_ascend: str, cann: str, matrix: Matrix | None = No
     row = matrix.row("triton_ascend", versions_key(triton_ascend))
     if row and any(versions.fits(p, cann) for p in _cann_list(row["cann"])):
         return Ruling("ok", **_row(row, "triton_ascend"))
-    good = [
-        r["triton_ascend"]
-        for r in matrix.rows("triton_ascend")
-        if any(versions.fits(p, cann) for p in r["cann"])
-    ]
+    good = [r["triton_ascend"] for r in matrix.rows("triton_ascend") if any(versions.fits(p, cann) for p in r["cann"])]
     if good and row:
         return Ruling(
             "bad",
@@ -375,8 +363,7 @@ def numpy_cann(numpy: str, cann: str, matrix: Matrix | None = None) -> Ruling:
             return Ruling(
                 "bad",
                 say(
-                    "numpy {numpy} with CANN {cann}; its operator compiler needs numpy below 2: install "
-                    "'numpy<2'",
+                    "numpy {numpy} with CANN {cann}; its operator compiler needs numpy below 2: install 'numpy<2'",
                     numpy=numpy,
                     cann=cann,
                 ),

@@ -12,7 +12,7 @@ class Text(str):
     template: str
     params: dict[str, Any]
 
-    def translate(self, table: dict[str, str]) -> str:
+    def said_in(self, table: dict[str, str]) -> str:
         """The message in the language of `table` (English template -> template), in English where it has none."""
         params = {name: translated(value, table) for name, value in self.params.items()}
         template = table.get(self.template, self.template)
@@ -22,7 +22,8 @@ class Text(str):
 class Joined(Text):
     """Several messages in a row, each translated on its own."""
 
-    def translate(self, table: dict[str, str]) -> str:
+    def said_in(self, table: dict[str, str]) -> str:
+        """The messages in the language of `table`."""
         return self.template.join(translated(part, table) for part in self.params.values())
 
 
@@ -37,12 +38,12 @@ def join(parts: Iterable[str], separator: str = ", ") -> Joined:
     """The non-empty `parts` as one message."""
     kept = [part for part in parts if part]
     text = Joined(separator.join(kept))
-    text.template, text.params = separator, dict(enumerate(kept))
+    text.template, text.params = separator, {str(i): part for i, part in enumerate(kept)}
     return text
 
 
 def translated(value: Any, table: dict[str, str]) -> Any:
     """`value` through `table`: a `Text` by its template, a plain string as a whole, anything else unchanged."""
     if isinstance(value, Text):
-        return value.translate(table)
+        return value.said_in(table)
     return table.get(value, value) if isinstance(value, str) else value

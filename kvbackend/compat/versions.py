@@ -8,7 +8,7 @@ number is 0, letters compare without case, a local part after `+` is ignored.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _GRAMMAR = re.compile(r"v?\d+(?:[._-]?(?:\d+|[a-z]+))*")
 _STAGE = {
@@ -79,14 +79,14 @@ def parse(text: object) -> Version | None:
         if token == "b" and "." + token not in clean and "-" + token not in clean:
             stage = _STAGE["beta"]  # 2.0b1 is a beta, 26.1.0.b083 a build
         tail.append((stage, int(tokens.pop(0)) if tokens and tokens[0].isdigit() else 0))
-    release = tuple(([*numbers, 0, 0, 0])[:3])
-    return Version(release, (*tuple(tail), _END), tuple(numbers), text.strip())
+    major, minor, patch = [*numbers, 0, 0, 0][:3]
+    return Version((major, minor, patch), (*tuple(tail), _END), tuple(numbers), text.strip())
 
 
 def base(text: object) -> str:
     """X.Y.Z of a version without post, local or pre-release parts; '' when unparsable."""
     version = parse(text)
-    return "%d.%d.%d" % version.release if version else ""
+    return ".".join(map(str, version.release)) if version else ""
 
 
 def fits(pattern: str, text: object) -> bool:
@@ -116,7 +116,7 @@ def within(text: object, bounds: str) -> bool | None:
     for clause in clauses:
         match = re.fullmatch(r"(>=|<=|==|>|<|=)?\s*(\S+)", clause)
         bound = parse(match.group(2)) if match else None
-        if bound is None:
+        if match is None or bound is None:
             return None
         if not _meets(version, match.group(1) or "==", bound):
             return False
@@ -130,10 +130,8 @@ def between(text: object, ranges: list[tuple[str, str]]) -> bool | None:
 
 
 def _meets(version: Version, operator: str, bound: Version) -> bool:
-    if len(bound.tail) > 1 or len(bound.numbers) > 3:
-        left, right = version[:2], bound[:2]
-    else:
+    left: tuple[Any, ...] = version[:2]
+    right: tuple[Any, ...] = bound[:2]
+    if len(bound.tail) == 1 and len(bound.numbers) <= 3:
         left, right = version.release[: len(bound.numbers)], bound.numbers
-    return {">=": left >= right, "<=": left <= right, ">": left > right, "<": left < right}.get(
-        operator, left == right
-    )
+    return {">=": left >= right, "<=": left <= right, ">": left > right, "<": left < right}.get(operator, left == right)

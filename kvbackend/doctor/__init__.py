@@ -10,7 +10,7 @@ standard library are enough, so the doctor runs where torch is absent or broken:
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 __all__ = ["Report", "explain_import_error", "primary_cause", "run"]
 

@@ -11,15 +11,13 @@ from kvbackend.doctor.judge.symptoms import explain
 
 
 def first_cause(error: str = "", host: Host | None = None) -> str | None:
-    """Cause and remedy in one line: what the error names and this host supports, else the first failure of the stack."""
+    """Cause and remedy in one line: what the error names and this host supports, else the stack's first failure."""
     matrix, diagnoses = load_matrix(), load_diagnoses()
     facts = collect(host or Host(), "static", timeout=2, deadline=4, aclnn=())
     found = [
-        m for m in explain(error, derive(facts, matrix, "run", "auto"), diagnoses) if m.standing != "possible"
+        m.diagnosis for m in explain(error, derive(facts, matrix, "run", "auto"), diagnoses) if m.standing != "possible"
     ]
-    if found:
-        first = found[0].diagnosis
-        return "{}: {}".format(first["cause"], first["remedy"][0]["text"])
-    verdict = judge(facts, matrix, diagnoses, Options(level="static"))
-    first = next((f for f in verdict.findings if f["severity"] == "fail"), None)
-    return "{}: {}".format(first["cause"], first["remedy"][0]["text"]) if first else None
+    if not found:
+        verdict = judge(facts, matrix, diagnoses, Options(level="static"))
+        found = [f for f in verdict.findings if f["severity"] == "fail"]
+    return f"{found[0]['cause']}: {found[0]['remedy'][0]['text']}" if found else None

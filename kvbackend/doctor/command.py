@@ -12,6 +12,7 @@ from kvbackend.compat.data import DataError, load_diagnoses, load_matrix
 from kvbackend.doctor import report as reports
 from kvbackend.doctor import saved
 from kvbackend.doctor.collect import LEVELS
+from kvbackend.doctor.collect.ascend import ACLNN
 from kvbackend.doctor.judge import BACKENDS, CHECKS, PURPOSES
 from kvbackend.doctor.judge.derive import derive
 from kvbackend.doctor.judge.symptoms import LOG_LIMIT, explain
@@ -19,9 +20,10 @@ from kvbackend.doctor.render import documents, explanation, paint
 from kvbackend.doctor.render.screen import screen
 from kvbackend.doctor.render.words import Words
 
-EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 2, 5, 130
-_EPILOG = """exit codes: 0 no failure · 1 a failure · 2 usage, unreadable file · 3 only warnings, with --strict · 4 no verdict: a
-needed check gave no answer · 5 the doctor itself failed · 130 interrupted.   --explain -: 0 matched, 1 nothing matched"""
+EXIT_USAGE = 2
+_EPILOG = """exit codes: 0 no failure · 1 a failure · 2 usage, unreadable file · 3 only warnings, with --strict ·
+4 no verdict: a needed check gave no answer · 5 the doctor itself failed · 130 interrupted.
+--explain -: 0 matched, 1 nothing matched"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     look.add_argument(
         "--backend", choices=BACKENDS, default="auto", help="default auto: by PCI ids, device nodes, packages"
     )
-    look.add_argument(
-        "--for", dest="purpose", choices=PURPOSES, default="run", help="what must work (default run)"
-    )
+    look.add_argument("--for", dest="purpose", choices=PURPOSES, default="run", help="what must work (default run)")
     look.add_argument("--keep-going", action="store_true", help="judge dependents of a failed check too")
     look.add_argument(
         "--level",
@@ -44,31 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="import",
         help="static: files alone; import (default): also imports, in children; device: also a round trip per card",
     )
-    look.add_argument(
-        "--root", metavar="DIR", default="/", help="a mounted image, or a bundle; files alone are judged"
-    )
-    look.add_argument(
-        "--matrix", metavar="FILE", help="JSON with further compatibility rows; later rows override"
-    )
-    look.add_argument(
-        "--only", metavar="GLOB", action="append", default=[], help="show these checks only; repeatable"
-    )
-    look.add_argument(
-        "--skip", metavar="GLOB", action="append", default=[], help="leave these checks out; repeatable"
-    )
+    look.add_argument("--root", metavar="DIR", default="/", help="a mounted image, or a bundle; files alone are judged")
+    look.add_argument("--matrix", metavar="FILE", help="JSON with further compatibility rows; later rows override")
+    look.add_argument("--only", metavar="GLOB", action="append", default=[], help="show these checks only; repeatable")
+    look.add_argument("--skip", metavar="GLOB", action="append", default=[], help="leave these checks out; repeatable")
     look.add_argument("--list-checks", action="store_true", help="id, section, level and cost of every check")
     tell = parser.add_argument_group("how to say it")
     tell.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the whole report as JSON")
-    tell.add_argument(
-        "--report", nargs="?", const="-", metavar="FILE", help="markdown to paste, with a JSON digest"
-    )
+    tell.add_argument("--report", nargs="?", const="-", metavar="FILE", help="markdown to paste, with a JSON digest")
     tell.add_argument(
         "--bundle", metavar="FILE.tar.gz", help="report, JSON and raw outputs in one file; nothing is sent"
     )
     tell.add_argument("--script", action="store_true", help="the remedies as a commented shell script")
-    tell.add_argument(
-        "--baseline", metavar="FILE", help="compare with an earlier --json file: changed facts first"
-    )
+    tell.add_argument("--baseline", metavar="FILE", help="compare with an earlier --json file: changed facts first")
     amount = tell.add_mutually_exclusive_group()
     amount.add_argument("-q", "--quiet", action="store_true", help="problems only")
     amount.add_argument(
@@ -80,14 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tell.add_argument(
         "--no-redact", action="store_true", help="keep user and host names, serials, addresses, home paths"
     )
-    tell.add_argument(
-        "--explain", metavar="ID", help="text on a check or failure kind; '-': match a log on stdin"
-    )
+    tell.add_argument("--explain", metavar="ID", help="text on a check or failure kind; '-': match a log on stdin")
     strict = parser.add_argument_group("how strict")
     strict.add_argument("--strict", action="store_true", help="warnings count")
-    strict.add_argument(
-        "--ci", action="store_true", help="--color never --ascii --strict -q, one line per finding"
-    )
+    strict.add_argument("--ci", action="store_true", help="--color never --ascii --strict -q, one line per finding")
     strict.add_argument(
         "--timeout", type=_seconds, metavar="S", help="per probe, imports three times that (10; device 60)"
     )
@@ -100,9 +84,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1e6:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of seconds; it must be above 0: give one such as 10"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; it must be above 0: give one such as 10")
     return number
 
 
@@ -115,18 +97,19 @@ def main(args: argparse.Namespace) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         paint.write("interrupted\n", sys.stderr)
-        return EXIT_INTERRUPTED
+        return reports.EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         paint.write(
-            f"kvbackend doctor itself failed: {type(error).__name__}: {error}; this is a bug: report it with the output of -vv\n",
+            f"kvbackend doctor itself failed: {type(error).__name__}: {error}; run it again with -vv "
+            "and report this bug\n",
             sys.stderr,
         )
         if args.verbose > 1:
             raise
-        return EXIT_BUG
+        return reports.EXIT_BUG
 
 
 def _main(args: argparse.Namespace) -> int:
@@ -161,7 +144,7 @@ def _main(args: argparse.Namespace) -> int:
         redact=not args.no_redact,
         slow=_slow(sys.stderr.isatty()),
         argv=sys.argv[1:],
-        **({"aclnn": _aclnn(log)} if args.explain else {}),
+        aclnn=_aclnn(log) if args.explain else ACLNN,
     )
     if args.explain:
         view = derive(report.facts, matrix, args.purpose, args.backend)
@@ -184,9 +167,7 @@ def _check_globs(globs: list[str]) -> None:
 
     for glob in globs:
         if not any(fnmatchcase(c.id, glob) for c in CHECKS):
-            raise DataError(
-                f"no check is called {glob}; ids and globs of checks are allowed: see --list-checks"
-            )
+            raise DataError(f"no check is called {glob}; ids and globs of checks are allowed: see --list-checks")
 
 
 def _slow(on_terminal: bool) -> Any:
@@ -245,8 +226,6 @@ def _print(lines: list[str]) -> int:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse a command line of `python -m kvbackend.doctor`."""
-    parser = argparse.ArgumentParser(
-        prog="kvbackend doctor", description="Judge this host and say how to mend it."
-    )
+    parser = argparse.ArgumentParser(prog="kvbackend doctor", description="Judge this host and say how to mend it.")
     add_arguments(parser)
     return parser.parse_args(argv)

@@ -30,6 +30,7 @@ class Elf(NamedTuple):
         return newest(self.strings, family)
 
     def has(self, symbol: str) -> bool:
+        """Whether a symbol of that name occurs."""
         return b"\0" + symbol.encode() + b"\0" in self.strings
 
 
@@ -103,13 +104,13 @@ def _symbols(
     data: Data, entries: dict[int, list[int]], place: Callable[[int], int], strings: bytes
 ) -> tuple[tuple[str, ...], frozenset]:
     """Names of the dynamic symbol table, which linkers put right before the string table."""
+    if _SYMTAB not in entries:
+        return (), frozenset()
     begin, end = place(entries[_SYMTAB][0]), place(entries[_STRTAB][0])
-    if _SYMTAB not in entries or not 0 < end - begin <= 24 * 500_000:
+    if not 0 < end - begin <= 24 * 500_000:
         return (), frozenset()
     undefined, defined = [], []
-    for offset, info, _, section, _, _ in struct.iter_unpack(
-        "<IBBHQQ", data[begin : begin + (end - begin) // 24 * 24]
-    ):
+    for offset, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", data[begin : begin + (end - begin) // 24 * 24]):
         if not offset or offset >= len(strings):
             continue
         text = strings[offset : strings.find(b"\0", offset)].decode("utf-8", "replace")

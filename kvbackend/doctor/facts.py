@@ -1,4 +1,4 @@
-"""Facts: what a probe saw, as plain data. A fact is a dict with a `state` and, by state, value, source, raw or error."""
+"""Facts: what a probe saw, as plain data. A fact is a dict with a `state` and value, source, raw or error by state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class View(Mapping):
         return self.facts[key]["state"] if key in self.facts else "absent"
 
     def source(self, key: str) -> str:
+        """Where a fact was read."""
         return self.facts.get(key, {}).get("source", "")
 
     def error(self, key: str) -> str:
+        """Why a fact has no value."""
         return self.facts.get(key, {}).get("error", "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import functools
 import mmap
 import os
 import stat
@@ -26,6 +27,7 @@ class Reading(NamedTuple):
 
     @property
     def text(self) -> str:
+        """The bytes as text, whatever they are."""
         return self.data.decode("utf-8", "replace")
 
 
@@ -41,7 +43,8 @@ class Host:
         self.root = os.path.abspath(root)
         self.live = self.root == "/"
         self.files_read: list[str] = []
-        self.run = run
+        self.children: set[Any] = set()
+        self.run = functools.partial(run, live=self.children) if run is process.run else run
         self._memo: dict[Any, Any] = {}
         self.environ_known = True
         if environ is not None:
@@ -145,12 +148,14 @@ class Host:
             return []
 
     def exists(self, path: str) -> bool:
+        """Whether something is there, links followed inside the root."""
         try:
             return os.path.exists(self.outside(path))
         except ValueError:
             return False
 
     def is_dir(self, path: str) -> bool:
+        """Whether a folder is there."""
         try:
             return os.path.isdir(self.outside(path))
         except ValueError:

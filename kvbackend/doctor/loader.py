@@ -22,7 +22,8 @@ _DEFAULTS = (
 
 def parse_cache(data: bytes) -> dict[str, list[str]]:
     """The loader's cache: soname -> paths, in its order; empty for anything that is not one."""
-    start, found = data.find(_CACHE_MAGIC), {}  # type: int, Dict[str, List[str]]
+    start = data.find(_CACHE_MAGIC)
+    found: dict[str, list[str]] = {}
     if start < 0:
         return found
     try:
@@ -40,6 +41,7 @@ def parse_cache(data: bytes) -> dict[str, list[str]]:
 
 
 def cache(host: Host) -> dict[str, list[str]]:
+    """The parsed cache of a host."""
     return host.memo("ld.so.cache", lambda: parse_cache(host.read("/etc/ld.so.cache", 16 * 1024 * 1024).data))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -14,7 +15,7 @@ _GRACE_S = 0.3  # for output that is still in the pipe when the program has ende
 
 
 class Output(NamedTuple):
-    """What a program did. `ended` is exit, signal, timeout, flood or missing; `answer` is what it wrote to its own pipe."""
+    """What a program did. `ended` is exit, signal, timeout, flood or missing; `answer` came by a pipe of its own."""
 
     ended: str
     code: int = 0
@@ -25,6 +26,7 @@ class Output(NamedTuple):
 
     @property
     def text(self) -> str:
+        """Output and errors, one after the other."""
         return self.stdout + ("\n" if self.stdout and self.stderr else "") + self.stderr
 
 
@@ -34,10 +36,12 @@ def run(
     env: dict[str, str] | None = None,
     cwd: str | None = None,
     limit: int = OUTPUT_LIMIT,
+    live: set[subprocess.Popen[bytes]] | None = None,
 ) -> Output:
     """Run `argv` in a process group of its own and kill the whole group at the end, whatever happened.
 
-    An argument `{answer}` becomes the number of a pipe on which the program may answer apart from its output.
+    An argument `{answer}` becomes the number of a pipe on which the program may answer apart from its output. While it
+    runs, the program is in `live`, so that `kill` can end what a caller no longer waits for.
     """
     start = time.monotonic()
     answer_read, answer_write = os.pipe()
@@ -58,11 +62,16 @@ def run(
         os.close(answer_write)
         return Output("missing", 127, "", str(error))
     os.close(answer_write)
+    live = set() if live is None else live
+    live.add(child)
+    assert child.stdout is not None
+    assert child.stderr is not None
     pipes = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray(), answer_read: bytearray()}
     try:
         ended = _watch(child, pipes, start + timeout, limit)
     finally:
         _kill_group(child)
+        live.discard(child)
         out, err, answer = pipes.values()
         child.stdout.close()
         child.stderr.close()
@@ -70,8 +79,8 @@ def run(
     code = child.returncode
     if ended == "exit" and code < 0:
         ended = "signal"
-    texts = (bytes(data[:limit]).decode("utf-8", "replace") for data in (out, err, answer))
-    return Output(ended, code, *texts, seconds=time.monotonic() - start)
+    stdout, stderr, told = (bytes(data[:limit]).decode("utf-8", "replace") for data in (out, err, answer))
+    return Output(ended, code, stdout, stderr, told, time.monotonic() - start)
 
 
 def _watch(child: subprocess.Popen[bytes], pipes: dict[int, bytearray], deadline: float, limit: int) -> str:
@@ -85,9 +94,7 @@ def _watch(child: subprocess.Popen[bytes], pipes: dict[int, bytearray], deadline
             now = time.monotonic()
             if closing is None and child.poll() is not None:
                 closing = min(now + _GRACE_S, deadline)
-            if now >= (deadline if closing is None else closing) or (
-                closing is not None and not selector.get_map()
-            ):
+            if now >= (deadline if closing is None else closing) or (closing is not None and not selector.get_map()):
                 return "timeout" if closing is None else "exit"
             if not selector.get_map():
                 time.sleep(0.01)
@@ -103,8 +110,12 @@ def _watch(child: subprocess.Popen[bytes], pipes: dict[int, bytearray], deadline
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # everything in the group has ended already
         os.killpg(child.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # everything in the group has ended already
     child.wait()
+
+
+def kill(live: set[subprocess.Popen[bytes]]) -> None:
+    """End every program that still runs, with its group."""
+    for child in list(live):
+        _kill_group(child)

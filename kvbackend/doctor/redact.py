@@ -1,10 +1,9 @@
-"""Take out what tells who and where: user, host, home, addresses, serials, uuids, tokens, secrets of the environment."""
+"""Take out what tells who and where: user, host, home, addresses, serials, uuids, tokens, secret variables."""
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 from re import Pattern
 from typing import Any
 
@@ -46,9 +45,7 @@ class Redactor:
             ):
                 self._literal.append((re.compile(re.escape(value)), "<secret>"))
         if len(home) > 1:
-            self._literal.append(
-                (re.compile(r"(?<![\w/.-]){}(?![\w-])".format(re.escape(home.rstrip("/")))), "~")
-            )
+            self._literal.append((re.compile(r"(?<![\w/.-]){}(?![\w-])".format(re.escape(home.rstrip("/")))), "~"))
         for text, mark in ((user, "<user>"), (host, "<host>")):
             if len(text) >= 3 and text not in ("root", "localhost"):
                 self._literal.append((re.compile(rf"(?<![A-Za-z0-9]){re.escape(text)}(?![A-Za-z0-9])"), mark))
@@ -67,21 +64,18 @@ class Redactor:
             facts,
             environ.get("HOME") or os.path.expanduser("~"),
             environ.get("USER") or environ.get("LOGNAME") or "",
-            socket.gethostname(),
+            os.uname().nodename,
         )
 
     def text(self, text: str) -> str:
+        """One text, redacted."""
         for pattern, mark in self._literal + self._rules:
             text = pattern.sub(mark, text)
         return _QUAD.sub(self._address, text)
 
     def _address(self, match: re.Match[str]) -> str:
         quad = match.group(0)
-        if (
-            quad in self._versions
-            or quad in ("0.0.0.0", "127.0.0.1")
-            or any(int(n) > 255 for n in quad.split("."))
-        ):
+        if quad in self._versions or quad in ("0.0.0.0", "127.0.0.1") or any(int(n) > 255 for n in quad.split(".")):
             return quad
         return "<ip>"
 

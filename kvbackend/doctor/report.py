@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import datetime
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple
 
 from kvbackend.compat.data import Matrix, load_diagnoses, load_matrix
+from kvbackend.compat.text import say
 from kvbackend.doctor import saved
-from kvbackend.doctor.collect import ascend, collect
+from kvbackend.doctor.collect import INTERRUPTED, ascend, collect
 from kvbackend.doctor.facts import Facts
 from kvbackend.doctor.host import Host
 from kvbackend.doctor.judge import Options, Verdict, judge
+from kvbackend.doctor.judge.check import STATUSES
 from kvbackend.doctor.redact import Redactor
 
 SCHEMA = "kvbackend-doctor/1"
+EXIT_BUG, EXIT_INTERRUPTED = 5, 130
 
 
 class Report(NamedTuple):
@@ -29,14 +33,17 @@ class Report(NamedTuple):
 
     @property
     def checks(self) -> list[dict[str, Any]]:
+        """Every row, in order of display."""
         return self.verdict.checks
 
     @property
     def findings(self) -> list[dict[str, Any]]:
+        """What is wrong, failures and first causes first."""
         return self.verdict.findings
 
     @property
     def exit_code(self) -> int:
+        """0 no failure, 1 a failure, 3 only warnings when strict, 4 no verdict."""
         return self.verdict.exit_code
 
     @property
@@ -46,6 +53,7 @@ class Report(NamedTuple):
 
     @property
     def document(self) -> dict[str, Any]:
+        """The JSON form, schema kvbackend-doctor/1."""
         return {
             "schema": SCHEMA,
             "tool": self.tool,
@@ -63,9 +71,26 @@ class Report(NamedTuple):
         """The same report without what tells who and where."""
         run = dict(redact(self.run), redacted=True)
         verdict = self.verdict._replace(checks=redact(self.checks), findings=redact(self.findings))
-        return self._replace(
-            run=run, facts=redact(self.facts), verdict=verdict, files_read=redact(self.files_read)
-        )
+        return self._replace(run=run, facts=redact(self.facts), verdict=verdict, files_read=redact(self.files_read))
+
+
+def _broken(error: Exception) -> Verdict:
+    """The outcome when the judge itself fails."""
+    cause = say("the doctor itself failed: {error}", error=f"{type(error).__name__}: {error}")
+    remedy = [{"text": say("report this with the output of --bundle"), "where": "here"}]
+    finding: dict[str, Any] = {
+        "id": "doctor-bug",
+        "check": "doctor",
+        "severity": "fail",
+        "component": "doctor",
+        "cause": cause,
+        "confidence": "certain",
+        "evidence": [traceback.format_exc()[-2000:]],
+        "remedy": remedy,
+        "primary": True,
+    }
+    counts = dict.fromkeys(STATUSES, 0)
+    return Verdict("cpu", "", [], [finding], "inconclusive", EXIT_BUG, {**counts, "primary": "doctor-bug"})
 
 
 def version() -> str:
@@ -100,7 +125,7 @@ def run(
                tiny round trip per card
     backend    auto, ascend, cuda or cpu; purpose  run, jit or build: what must work
     root       a folder to look at instead of /, or a bundle that an earlier run wrote; both are judged from files alone
-    timeout    seconds per probe (10, at device level 60; imports three times that); deadline  of the whole run (60, 300)
+    timeout    seconds per probe (10, at device level 60; imports three times that); deadline  of the run (60, 300)
     redact     take user, host, home, addresses, serials and secrets out
     Raises kvbackend.compat.data.DataError for a bundle that cannot be read.
     """
@@ -118,7 +143,12 @@ def run(
     options = Options(level, purpose, backend, keep_going, tuple(only), tuple(skip), strict)
     matrix = matrix or load_matrix()
     diagnoses = load_diagnoses()
-    verdict = judge(facts, matrix, diagnoses, options)
+    try:
+        verdict = judge(facts, matrix, diagnoses, options)
+    except Exception as error:  # the facts can still be handed on
+        verdict = _broken(error)
+    if INTERRUPTED in facts:
+        verdict = verdict._replace(verdict="inconclusive", exit_code=EXIT_INTERRUPTED)
     about = {
         "started": started.isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - begin, 3),

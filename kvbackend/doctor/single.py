@@ -29,5 +29,5 @@ def pack(path: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("got %d arguments; one is allowed, the file to write: python -m kvbackend.doctor.single doctor.py" % (len(sys.argv) - 1))
+        sys.exit(f"got {len(sys.argv) - 1} arguments; one is allowed, the file to write: give a name such as doctor.py")
     pack(sys.argv[1])

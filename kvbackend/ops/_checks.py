@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import need, one_of
-from ..facts import View
+from ..facts import View, fact
 
 _NATIVE_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -86,18 +86,6 @@ def rotary_table(name: str, tensor: Any, cos_sin: Any) -> None:
     even_rotary(cos_sin.shape[1], "cos_sin")
 
 
-def fact(expression: str, **tensors: Any) -> Any:
-    """The value of an expression of arguments' metadata, such as "x.shape[0] % 32".
-
-    Decisions rest on this value alone, not on the sizes it is made of. The expression must have a value for any call.
-    """
-    first = next(iter(tensors.values()))
-    if isinstance(first, View):
-        first._note(expression)
-        tensors = {name: view._tensor for name, view in tensors.items()}
-    return eval(expression, {}, tensors)
-
-
 def shape_is(name: str, tensor: Any, shape: Iterable[Any], what: str, **others: Any) -> None:
     """A tensor whose rank depends on the call has this shape; counts are given as expressions of the others' metadata."""
     shape = tuple(shape)
@@ -136,7 +124,7 @@ def within(name: str, tensor: Tensor, low: int, high: int, what: str, hint: str)
     """Every value in [low, high)."""
     wrong = (tensor < low) | (tensor >= high)
     if bool(wrong.any()):
-        index = wrong.flatten().nonzero()[0].item()
+        index = int(wrong.flatten().nonzero()[0])
         got = tensor.flatten()[index].item()
         need(False, f"{name} holds {what} {got} at index {index}; it must be in [{low}, {high}); {hint}: check its maker")
 
@@ -172,8 +160,8 @@ def batch(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqle
     lengths = cu_seqlens_q.diff()
     need(  # a length of 0 is how graph padding marks a sequence that is not there
         bool(((lengths <= seq_lens) | (seq_lens == 0)).all()),
-        f"cu_seqlens_q names up to {int((lengths - seq_lens).max())} more query tokens than seq_lens counts in the cache; "
-        f"seq_lens counts the current tokens too: add them",
+        f"cu_seqlens_q names up to {max((lengths - seq_lens).tolist(), default=0)} more query tokens than seq_lens counts "
+        f"in the cache; seq_lens counts the current tokens too: add them",
     )
     need(
         lengths.numel() == 0 or int(lengths.max()) <= max_seqlen_q,

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import codecs, formats
+from .. import formats
 from ..arrays import need
+from ..codecs import split
 from ..formats import KVFormat
 from . import _math
 
@@ -76,8 +77,8 @@ class Cached:
                 f"drop {name} or choose such a format",
             )
         need(
-            fmt is None or self.cache.dtype == codecs.storage(fmt),
-            f"{self.name} is {self.cache.dtype}; kv_format {self.kv_format!r} reads {fmt and codecs.storage(fmt)}: pass "
+            fmt is None or self.cache.dtype == split.storage(fmt),
+            f"{self.name} is {self.cache.dtype}; kv_format {self.kv_format!r} reads {fmt and split.storage(fmt)}: pass "
             f"'auto' or allocate the cache in that dtype",
         )
         need(
@@ -88,8 +89,8 @@ class Cached:
 
     def _check_quantized(self, fmt: KVFormat, writes: bool) -> None:
         need(
-            self.cache.dtype == codecs.storage(fmt),
-            f"{self.name} is {self.cache.dtype}; kv_format {self.kv_format!r} stores {codecs.storage(fmt)}: allocate the "
+            self.cache.dtype == split.storage(fmt),
+            f"{self.name} is {self.cache.dtype}; kv_format {self.kv_format!r} stores {split.storage(fmt)}: allocate the "
             f"cache in that dtype",
         )
         need(
@@ -97,7 +98,7 @@ class Cached:
             f"kv_format {self.kv_format!r} shares key scales across tokens, so single rows cannot be written; "
             f"kvbackend.cache writes a group of {fmt.group} tokens when it is full: use PagedCache or another format",
         )
-        wants_scale = fmt.global_scale or fmt.granularity in codecs.STATIC
+        wants_scale = fmt.global_scale or fmt.granularity in split.STATIC
         for name, tensor, wanted in (
             (self.scale_name, self.scale, wants_scale),
             (self.scale_cache_name, self.scale_cache, fmt.granularity in PER_TOKEN),
@@ -114,16 +115,21 @@ class Cached:
         shape = list(self.cache.shape)
         rows = [shape[1], 1 if len(shape) == 3 else shape[2], self.width()]
         if self.scale is not None:
-            wanted_shape = (1,) if fmt.global_scale else codecs.scales_shape(fmt, self.role, rows)
+            wanted_shape = (1,) if fmt.global_scale else split.scales_shape(fmt, self.role, rows)
             self._check_shape(self.scale_name, self.scale, wanted_shape, fmt)
         if self.scale_cache is not None:
-            codecs.check_sizes(fmt, self.role, _Shaped(rows))
+            split.check_head_dim(fmt, self.role, rows[2])
             need(
-                self.scale_cache.dtype == codecs.scale_dtype(fmt),
-                f"{self.scale_cache_name} is {self.scale_cache.dtype}; kv_format {self.kv_format!r} has scales in "
-                f"{codecs.scale_dtype(fmt)}: allocate it in that dtype",
+                not split.across_tokens(fmt, self.role) or rows[0] % (fmt.group or 1) == 0,
+                f"{self.name} has blocks of {rows[0]} tokens; kv_format {self.kv_format!r} shares key scales across "
+                f"{fmt.group}, so block_size must be a multiple of that: choose another block_size",
             )
-            page = codecs.scales_shape(fmt, self.role, rows)
+            need(
+                self.scale_cache.dtype == split.scale_dtype(fmt),
+                f"{self.scale_cache_name} is {self.scale_cache.dtype}; kv_format {self.kv_format!r} has scales in "
+                f"{split.scale_dtype(fmt)}: allocate it in that dtype",
+            )
+            page = split.scales_shape(fmt, self.role, rows)
             page = page if len(shape) == 4 else (page[0], *page[2:])  # a latent cache has no dim of heads
             self._check_shape(self.scale_cache_name, self.scale_cache, (shape[0], *page), fmt)
 
@@ -145,7 +151,7 @@ class Cached:
             _math.write_rows(self.cache, slots, rows)
             return
         latent = self.cache.dim() == 3
-        codes, scales = codecs.encode(rows[:, None] if latent else rows, fmt, self.role, *self._scales(fmt))
+        codes, scales = split.encode(rows[:, None] if latent else rows, fmt, self.role, *self._scales(fmt))
         _math.write_rows(self.cache, slots, codes[:, 0] if latent else codes)
         if self.scale_cache is not None:
             _math.write_rows(self.scale_cache, slots, scales[:, 0] if latent else scales)
@@ -171,17 +177,12 @@ class Cached:
             codes = codes[:, None]
             scales = scales[:, None] if self.scale_cache is not None else scales
         global_scale = self.scale if fmt.global_scale else None
-        rows = codecs.decode(codes, scales, fmt, self.role, global_scale)
+        rows = split.decode(codes, scales, fmt, self.role, global_scale)
         return rows[:, 0] if latent else rows
 
     def _scales(self, fmt: KVFormat) -> tuple[Tensor | None, Tensor | None]:
-        """(global_scale, scale) as codecs.encode takes them."""
+        """(global_scale, scale) as split.encode takes them."""
         return (self.scale, None) if fmt.global_scale else (None, self.scale)
-
-
-class _Shaped:
-    def __init__(self, shape: list[Any]) -> None:
-        self.shape = shape
 
 
 def caches(

@@ -20,5 +20,8 @@ def _backends() -> Iterator[None]:
         return any(verdict.status == "chosen" for verdict in kvbackend.explain(name, **example).backends[:-1])
 
     without = [name for name in USED if not has_kernel(name)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are tiny: more threads would only wait for each other
     with kvbackend.use("reference", without):
         yield
+    torch.set_num_threads(threads)

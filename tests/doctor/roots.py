@@ -1,7 +1,8 @@
 """Host trees made of plain data: three clean hosts, and changes to them.
 
-A tree is {path: content}; content is text, bytes, DIR, or Link. A change is a dict with the keys `files` and `env` (a value
-of None takes away), `tools` (what programs print), `deny` (device node -> error) and `keep` (paths whose prefix goes away).
+A tree is {path: content}; content is text, bytes, DIR, or `-> target` for a link. A change is a dict with the keys
+`files` and `env` (None takes away), `tools` (what programs print), `deny` (device node -> error) and `gone` (prefixes
+of paths that go away).
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def elf(needed=(), defined=(), undefined=(), strings=(), machine=62, soname="", 
     strings_at = symbols_at + 24 * len(symbols)
     tags += [(6, symbols_at), (5, strings_at), (10, len(table)), (0, 0)]
     size = strings_at + len(table)
-    head = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHIQQQIHHHHHH", 3, machine, 1, 0, 64, 0, 0, 64, 56, 2, 0, 0, 0)
+    head = (
+        b"\x7fELF\x02\x01\x01"
+        + bytes(9)
+        + struct.pack("<HHIQQQIHHHHHH", 3, machine, 1, 0, 64, 0, 0, 64, 56, 2, 0, 0, 0)
+    )
     load = struct.pack("<IIQQQQQQ", 1, 5, 0, 0, 0, size, size, 4096)
     dynamic = struct.pack("<IIQQQQQQ", 2, 6, dynamic_at, dynamic_at, dynamic_at, 16 * len(tags), 16 * len(tags), 8)
     body = b"".join(struct.pack("<qQ", *t) for t in tags)
@@ -92,7 +97,11 @@ HOST = {
 
 
 def pci(bus: str, vendor: str, device: str, kind: str) -> dict:
-    return {f"{PCI}{bus}/vendor": f"0x{vendor}\n", f"{PCI}{bus}/device": f"0x{device}\n", f"{PCI}{bus}/class": f"0x{kind}\n"}
+    return {
+        f"{PCI}{bus}/vendor": f"0x{vendor}\n",
+        f"{PCI}{bus}/device": f"0x{device}\n",
+        f"{PCI}{bus}/class": f"0x{kind}\n",
+    }
 
 
 def answers(*lines: dict) -> str:
@@ -100,10 +109,21 @@ def answers(*lines: dict) -> str:
 
 
 TORCH_OK = {"ok": True, "version": "2.10.0+cpu", "abi": 1, "archs": [], "file": f"{SITE}/torch/__init__.py"}
-OPS_OK = {"ok": True, "libraries": {"cpu": {"reason": None, "ops": ["reshape_and_cache"]}},
-          "table": [{"op": "reshape_and_cache", "backend": "cpu", "device": "cpu", "status": "runs", "reasons": []},
-                    {"op": "paged_attention", "backend": "cpu", "device": "cpu", "status": "refused", "reasons": ["q is torch.int8"]},
-                    {"op": "paged_attention", "backend": "npu", "device": "npu", "status": "unproven", "reasons": []}]}
+OPS_OK = {
+    "ok": True,
+    "libraries": {"cpu": {"reason": None, "ops": ["reshape_and_cache"]}},
+    "table": [
+        {"op": "reshape_and_cache", "backend": "cpu", "device": "cpu", "status": "runs", "reasons": []},
+        {
+            "op": "paged_attention",
+            "backend": "cpu",
+            "device": "cpu",
+            "status": "refused",
+            "reasons": ["q is torch.int8"],
+        },
+        {"op": "paged_attention", "backend": "npu", "device": "npu", "status": "unproven", "reasons": []},
+    ],
+}
 
 ASCEND_950 = {
     "files": {
@@ -113,7 +133,9 @@ ASCEND_950 = {
         **torch_files("2.10.0+cpu"),
         **dist("torch-npu", "2.10.0.post4"),
         f"{SITE}/torch_npu/__init__.py": "",
-        f"{SITE}/torch_npu/_C.so": elf(needed=("libtorch_npu.so", "libhccl.so", "libascendcl.so"), runpath="$ORIGIN/lib"),
+        f"{SITE}/torch_npu/_C.so": elf(
+            needed=("libtorch_npu.so", "libhccl.so", "libascendcl.so"), runpath="$ORIGIN/lib"
+        ),
         f"{SITE}/torch_npu/lib/libtorch_npu.so": elf(needed=("libc10.so",), defined=("_ZN7c10_npu3fooEv",)),
         **dist("numpy", "1.26.4"),
         **dist("triton-ascend", "3.2.2"),
@@ -164,7 +186,9 @@ ASCEND_950 = {
         "npu-smi info": sample("npu-smi/info_950pr_single_25.7.rc1.6.txt"),
         "npu-smi board": sample("npu-smi/board_950pr_i0.txt"),
         "torch": answers(TORCH_OK, OPS_OK),
-        "torch_npu": answers({"ok": True, "version": "2.10.0.post4", "cann": "9.1.0", "loaded": [f"{CANN}/lib64/libascendcl.so.1"]}),
+        "torch_npu": answers(
+            {"ok": True, "version": "2.10.0.post4", "cann": "9.1.0", "loaded": [f"{CANN}/lib64/libascendcl.so.1"]}
+        ),
         "bisheng": sample("host/bisheng_version.txt"),
     },
 }
@@ -183,7 +207,9 @@ H200 = {
         f"{SITE}/nvidia/cuda_nvrtc/lib/libnvrtc.so.12": elf(),
         f"{SITE}/triton/backends/nvidia/bin/ptxas": "#!/bin/sh\n",
         **{f"/dev/{n}": "" for n in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")},
-        "/proc/driver/nvidia/version": sample("files/proc_driver_nvidia_version.550.90.07").replace("550.90.07", "570.86.15"),
+        "/proc/driver/nvidia/version": sample("files/proc_driver_nvidia_version.550.90.07").replace(
+            "550.90.07", "570.86.15"
+        ),
         "/usr/lib64/libcuda.so.570.86.15": elf(),
         "/usr/lib64/libcuda.so.1": "-> libcuda.so.570.86.15",
         "/usr/lib64/libcuda.so": "-> libcuda.so.1",
@@ -203,8 +229,14 @@ H200 = {
     },
 }
 CPU = {
-    "files": {**HOST, **OWN, **torch_files("2.13.0+cpu"), **dist("numpy", "2.4.6"), "/usr/bin/g++-12": "#!/bin/sh\n",
-              "/usr/bin/c++": "-> g++-12"},
+    "files": {
+        **HOST,
+        **OWN,
+        **torch_files("2.13.0+cpu"),
+        **dist("numpy", "2.4.6"),
+        "/usr/bin/g++-12": "#!/bin/sh\n",
+        "/usr/bin/c++": "-> g++-12",
+    },
     "env": {"PATH": "/usr/bin"},
     "tools": {"torch": answers(dict(TORCH_OK, version="2.13.0+cpu"), OPS_OK), "c++": "12.3.0\n"},
 }
@@ -259,7 +291,11 @@ class FakeHost(Host):
             return Output("missing", 127)
         if isinstance(text, Output):
             return text
-        return Output("exit", 0, answer=text) if argv[0].endswith(("python", "python3")) or "-c" in argv else Output("exit", 0, text)
+        return (
+            Output("exit", 0, answer=text)
+            if argv[0].endswith(("python", "python3")) or "-c" in argv
+            else Output("exit", 0, text)
+        )
 
     def _program(self, argv):
         program = argv[0].rpartition("/")[2]
@@ -271,7 +307,9 @@ class FakeHost(Host):
             name = "npu-smi " + (argv[argv.index("-t") + 1] if "-t" in argv else "info")
         else:
             name = program
-        default = Output("exit", 1) if name in ("real", "npu-smi board", "npu-smi health", "bisheng", "torch_npu") else None
+        default = (
+            Output("exit", 1) if name in ("real", "npu-smi board", "npu-smi health", "bisheng", "torch_npu") else None
+        )
         text = self._tools.get(name, default)
         return (name, text) if text is not None else (None, None)
 

@@ -1,6 +1,7 @@
 """Clean hosts: exit 0 and not one warning."""
 
 import pytest
+
 from kvbackend.compat.data import load_diagnoses, load_matrix
 from kvbackend.doctor.judge import Options, judge
 

@@ -6,6 +6,7 @@ import json
 import random
 
 import pytest
+
 from kvbackend.compat.data import Matrix, load_diagnoses, load_matrix
 from kvbackend.doctor import facts
 from kvbackend.doctor.facts import View
@@ -65,7 +66,10 @@ def test_dependents_of_a_failure_are_skipped_with_its_name(tmp_path):
 def test_the_earliest_cause_is_primary(tmp_path):
     change = {"deny": {"davinci0": "EACCES"}, "env": {"ATB_HOME_PATH": f"{ATB}/atb/cxx_abi_0"}}
     verdict = verdict_of(tmp_path, ASCEND_950, change)
-    assert [f["id"] for f in verdict.findings if f["severity"] == "fail"] == ["asc-nonroot-node-permission", "asc-atb-abi"]
+    assert [f["id"] for f in verdict.findings if f["severity"] == "fail"] == [
+        "asc-nonroot-node-permission",
+        "asc-atb-abi",
+    ]
     assert verdict.summary["primary"] == "asc-nonroot-node-permission"
     assert [f["primary"] for f in verdict.findings] == [True, False]
     assert row(verdict, "ascend.smi")["because"] == "ascend.node_access"
@@ -78,7 +82,11 @@ def test_exit_codes(tmp_path):
     assert verdict_of(tmp_path / "c", ASCEND_950, warns, strict=True).exit_code == 3
     late = {"torch.import": facts.failed("timeout", "x", "late")}
     blocked = verdict_of(tmp_path / "d", ASCEND_950, None, late)
-    assert (blocked.verdict, blocked.exit_code, row(blocked, "torch.import")["status"]) == ("inconclusive", 4, "unknown")
+    assert (blocked.verdict, blocked.exit_code, row(blocked, "torch.import")["status"]) == (
+        "inconclusive",
+        4,
+        "unknown",
+    )
     assert verdict_of(tmp_path / "e", ASCEND_950, fails, late).exit_code == 1
     crashed = {"probe.pci": facts.failed("crashed", "pci", "boom")}
     assert verdict_of(tmp_path / "f", CPU, None, crashed).exit_code == 4
@@ -97,20 +105,26 @@ def test_import_failures(tmp_path):
     change = {"env": {"ATB_HOME_PATH": None, "LD_LIBRARY_PATH": f"{CANN}/lib64:/usr/local/Ascend/driver/lib64/driver"}}
     verdict = verdict_of(tmp_path / "a", ASCEND_950, {**change, "tools": {"torch_npu": known}})
     found = {f["id"]: f for f in verdict.findings}
-    assert "asc-libatb-missing" in found                            # the import's own text plus this host's facts
+    assert "asc-libatb-missing" in found  # the import's own text plus this host's facts
     unknown = verdict_of(tmp_path / "b", ASCEND_950, {"tools": {"torch_npu": answers({"ok": False, "error": "odd"})}})
     assert [f["id"] for f in unknown.findings] == ["import-failed"]
     assert "import torch_npu fails: odd" in unknown.findings[0]["cause"]
     assert unknown.findings[0]["remedy"][0]["command"] == "python -c 'import torch_npu'"
-    hint = verdict_of(tmp_path / "c", ASCEND_950, {"tools": {"torch_npu": answers({"ok": False, "error": "error 507008"})}})
-    assert "asc-aclinit-507008" in hint.findings[0]["remedy"][0]["text"]    # possible, so never named as the cause
+    hint = verdict_of(
+        tmp_path / "c", ASCEND_950, {"tools": {"torch_npu": answers({"ok": False, "error": "error 507008"})}}
+    )
+    assert "asc-aclinit-507008" in hint.findings[0]["remedy"][0]["text"]  # possible, so never named as the cause
 
 
 def test_backends(tmp_path):
     assert verdict_of(tmp_path / "a", CPU, backend="ascend").findings[0]["id"] == "asc-nodes-missing"
     assert verdict_of(tmp_path / "b", CPU, backend="cuda").findings[0]["id"] == "cuda-libcuda-missing"
-    assert verdict_of(tmp_path / "c", ASCEND_950, {"gone": ["/sys", "/dev"], "tools": {"npu-smi info": None}}).backend_reason == \
-        "auto: torch_npu is installed"
+    assert (
+        verdict_of(
+            tmp_path / "c", ASCEND_950, {"gone": ["/sys", "/dev"], "tools": {"npu-smi info": None}}
+        ).backend_reason
+        == "auto: torch_npu is installed"
+    )
     assert verdict_of(tmp_path / "d", ASCEND_950, {"gone": ["/sys"]}).backend_reason == "auto: device nodes"
     both = {"files": {k: v for k, v in H200["files"].items() if k.startswith(("/sys", "/dev"))}}
     assert verdict_of(tmp_path / "e", ASCEND_950, both).backend == "both"
@@ -127,8 +141,14 @@ def test_only_and_skip(tmp_path):
 
 def test_purpose_decides_about_compilers(tmp_path):
     both = {"files": dist("triton", "3.5.0")}
-    severity = {p: next(f["severity"] for f in verdict_of(tmp_path / p, ASCEND_950, both, purpose=p).findings
-                        if f["id"] == "asc-triton-clobber") for p in PURPOSES}
+    severity = {
+        p: next(
+            f["severity"]
+            for f in verdict_of(tmp_path / p, ASCEND_950, both, purpose=p).findings
+            if f["id"] == "asc-triton-clobber"
+        )
+        for p in PURPOSES
+    }
     assert severity == {"run": "warn", "jit": "fail", "build": "fail"}
     none = {"files": {"/usr/bin/c++": None, "/usr/bin/g++-12": None}}
     status = {p: row(verdict_of(tmp_path / ("x" + p), CPU, none, purpose=p), "host.cxx")["status"] for p in PURPOSES}
@@ -136,7 +156,9 @@ def test_purpose_decides_about_compilers(tmp_path):
 
 
 def test_a_pair_outside_the_matrix_warns_with_the_nearest(tmp_path):
-    verdict = verdict_of(tmp_path, ASCEND_950, {"gone": [f"{SITE}/torch_npu-"], "files": dist("torch-npu", "2.10.0.post7")})
+    verdict = verdict_of(
+        tmp_path, ASCEND_950, {"gone": [f"{SITE}/torch_npu-"], "files": dist("torch-npu", "2.10.0.post7")}
+    )
     assert [(f["id"], f["severity"]) for f in verdict.findings] == [("matrix.torch_npu-cann", "warn")]
     assert "torch 2.10.0, torch_npu 2.10.0.post4, CANN 9.1.0" in verdict.findings[0]["cause"]
     assert verdict.exit_code == 0
@@ -155,13 +177,17 @@ def test_the_vendors_own_data_goes_before_our_rows(tmp_path):
     assert verdict.findings[0]["expected"] == {"value": ">=26.0"}
 
 
-@pytest.mark.parametrize(("proof", "status", "code"), [
-    ({"ok": True, "read_ok": True, "error": 1e-7, "bound": 1e-4, "backends": {"paged_attention": "cpu"}}, "ok", 0),
-    ({"ok": True, "read_ok": True, "error": None, "backends": {}}, "ok", 0),
-    ({"ok": True, "skipped": "not among the 1 visible cards"}, "ok", 0),
-    ({"ok": True, "read_ok": True, "error": 0.5, "bound": 1e-4}, "fail", 1),
-    ({"ok": True, "read_ok": False, "error": 0.0, "bound": 1e-4}, "fail", 1),
-    ({"ok": False, "error": "RuntimeError: no"}, "fail", 1)])
+@pytest.mark.parametrize(
+    ("proof", "status", "code"),
+    [
+        ({"ok": True, "read_ok": True, "error": 1e-7, "bound": 1e-4, "backends": {"paged_attention": "cpu"}}, "ok", 0),
+        ({"ok": True, "read_ok": True, "error": None, "backends": {}}, "ok", 0),
+        ({"ok": True, "skipped": "not among the 1 visible cards"}, "ok", 0),
+        ({"ok": True, "read_ok": True, "error": 0.5, "bound": 1e-4}, "fail", 1),
+        ({"ok": True, "read_ok": False, "error": 0.0, "bound": 1e-4}, "fail", 1),
+        ({"ok": False, "error": "RuntimeError: no"}, "fail", 1),
+    ],
+)
 def test_the_round_trip(tmp_path, proof, status, code):
     found = {"proof.npu0": facts.value(proof, "round trip")}
     verdict = verdict_of(tmp_path, CPU, None, found, level="device")
@@ -175,21 +201,66 @@ def test_a_round_trip_that_hangs_gives_no_verdict(tmp_path):
     assert not proof_good({"ok": False})
 
 
-@pytest.mark.parametrize(("arch", "built", "want"), [
-    ("sm_90", ["sm_90"], True), ("sm_90", ["sm_90a"], True), ("sm_100", ["sm_90a"], False), ("sm_86", ["sm_80"], True),
-    ("sm_80", ["sm_86"], False), ("sm_121", ["sm_120"], True), ("sm_103", ["compute_90"], True), ("sm_80", ["compute_90", "odd"], False)])
+@pytest.mark.parametrize(
+    ("arch", "built", "want"),
+    [
+        ("sm_90", ["sm_90"], True),
+        ("sm_90", ["sm_90a"], True),
+        ("sm_100", ["sm_90a"], False),
+        ("sm_86", ["sm_80"], True),
+        ("sm_80", ["sm_86"], False),
+        ("sm_121", ["sm_120"], True),
+        ("sm_103", ["compute_90"], True),
+        ("sm_80", ["compute_90", "odd"], False),
+    ],
+)
 def test_code_that_runs_on_an_architecture(arch, built, want):
     assert covered(arch, built) is want
 
 
 def test_clauses():
-    view = View({"a": facts.value("9.1.0"), "b": facts.value(["x", "y/z"]), "n": facts.value(3), "u": facts.failed("unreadable"),
-                 "t": facts.value(True)}, {"d": None})
-    true = [["a", "=", "9.1.0"], ["a", ">=", "9.0.0"], ["a", "<", "9.1.1"], ["a", "!=", "9"], ["b", "mentions", "y/"], ["b", "lacks", "w"],
-            ["n", ">", 2], ["z", "absent"], ["t", "true"], ["z", "not-true"], ["a", "prefix", "9."], ["a", "in", ["9.1.0"]],
-            ["z", "not-mentions", "q"], ["a", "not-in", ["8"]], {"any": [["z", "present"], ["t", "true"]]}, ["d", "absent"]]
-    false = [["u", "absent"], ["u", "=", None], ["z", "=", "x"], ["z", "!=", "x"], ["a", "<", "@n"], ["a", ">", "nonsense"], ["t", "false"],
-             ["n", "<", "@z"], ["z", "in", ["x"]], ["z", "mentions", "x"], ["z", "prefix", "x"], {"any": [["z", "present"]]}]
+    view = View(
+        {
+            "a": facts.value("9.1.0"),
+            "b": facts.value(["x", "y/z"]),
+            "n": facts.value(3),
+            "u": facts.failed("unreadable"),
+            "t": facts.value(True),
+        },
+        {"d": None},
+    )
+    true = [
+        ["a", "=", "9.1.0"],
+        ["a", ">=", "9.0.0"],
+        ["a", "<", "9.1.1"],
+        ["a", "!=", "9"],
+        ["b", "mentions", "y/"],
+        ["b", "lacks", "w"],
+        ["n", ">", 2],
+        ["z", "absent"],
+        ["t", "true"],
+        ["z", "not-true"],
+        ["a", "prefix", "9."],
+        ["a", "in", ["9.1.0"]],
+        ["z", "not-mentions", "q"],
+        ["a", "not-in", ["8"]],
+        {"any": [["z", "present"], ["t", "true"]]},
+        ["d", "absent"],
+    ]
+    false = [
+        ["u", "absent"],
+        ["u", "=", None],
+        ["z", "=", "x"],
+        ["z", "!=", "x"],
+        ["a", "<", "@n"],
+        ["a", ">", "nonsense"],
+        ["t", "false"],
+        ["n", "<", "@z"],
+        ["z", "in", ["x"]],
+        ["z", "mentions", "x"],
+        ["z", "prefix", "x"],
+        {"any": [["z", "present"]]},
+    ]
     assert [c for c in true if not evidence.holds(c, view)] == []
     assert [c for c in false if evidence.holds(c, view)] == []
     assert not evidence.all_hold([], view)
@@ -201,17 +272,30 @@ def test_clauses():
 def test_views_and_states():
     view = View({"a": facts.failed("unparsed", "src", "why")}, {"d": 1})
     assert (view["a"], view.state("a"), view.state("d"), view.state("q"), view.error("a"), view.source("a")) == (
-        None, "unparsed", "value", "absent", "why", "src")
+        None,
+        "unparsed",
+        "value",
+        "absent",
+        "why",
+        "src",
+    )
     assert list(view) == ["a", "d"]
     assert len(view) == 2
 
 
 def test_explain_orders_what_fits_first(tmp_path):
     found = facts_of(tmp_path, changed(ASCEND_950, {"env": {"ATB_HOME_PATH": f"{ATB}/atb/cxx_abi_0"}}))
-    log = "first\nImportError: undefined symbol: _ZNK6AsdOps3Ops18GetOperationByNameERKSs\nlibatb.so: cannot open shared object file\n"
+    lines = (
+        "first",
+        "undefined symbol: _ZNK6AsdOps3Ops18GetOperationByNameERKSs",
+        "libatb.so: cannot open shared object file",
+    )
+    log = "\n".join(lines)
     matches = explain(log, derive(found, MATRIX, "run", "auto"), DIAGNOSES)
     assert [(m.diagnosis["id"], m.line, m.standing) for m in matches] == [
-        ("asc-atb-abi", 2, "fits"), ("asc-libatb-missing", 3, "possible")]
+        ("asc-atb-abi", 2, "fits"),
+        ("asc-libatb-missing", 3, "possible"),
+    ]
     assert explain("nothing here", derive(found, MATRIX, "run", "auto"), DIAGNOSES) == []
 
 
@@ -221,7 +305,9 @@ def test_any_fact_may_be_missing(tmp_path, damage):
     generator = random.Random(damage)
     for backend, purpose in itertools.product(BACKENDS, PURPOSES):
         for _ in range(2):
-            found = {k: (facts.failed(damage, "x", "gone") if generator.random() < 0.4 else v) for k, v in whole.items()}
+            found = {
+                k: (facts.failed(damage, "x", "gone") if generator.random() < 0.4 else v) for k, v in whole.items()
+            }
             verdict = judge(found, MATRIX, DIAGNOSES, Options("device", purpose, backend))
             assert verdict.exit_code in (0, 1, 4)
             json.dumps(verdict)
@@ -247,16 +333,23 @@ def test_an_empty_matrix_knows_nothing(tmp_path):
 
 
 def test_a_tree_that_was_declared_but_is_not_used_is_told(tmp_path):
-    declared = {"/etc/Ascend/ascend_cann_install.info": "Toolkit_InstallPath=/opt/cann-8.5.0\n",
-                "/opt/cann-8.5.0/version.cfg": "toolkit_running_version=[8.5.0:8.5.0]\n"}
+    declared = {
+        "/etc/Ascend/ascend_cann_install.info": "Toolkit_InstallPath=/opt/cann-8.5.0\n",
+        "/opt/cann-8.5.0/version.cfg": "toolkit_running_version=[8.5.0:8.5.0]\n",
+    }
     verdict = verdict_of(tmp_path, ASCEND_950, {"files": declared})
-    assert row(verdict, "ascend.cann.trees")["text"] == "the last installation was CANN 8.5.0, this environment selects 9.1.0"
+    assert (
+        row(verdict, "ascend.cann.trees")["text"]
+        == "the last installation was CANN 8.5.0, this environment selects 9.1.0"
+    )
     assert verdict.findings == []
 
 
 def test_ops_that_wait_for_a_newer_cann_are_listed(tmp_path):
     text = row(verdict_of(tmp_path / "a", ASCEND_950), "matrix.ops")["text"]
-    assert "flash_mla (>= 9.2.0)" in text and "npu_sparse_flash_attention" not in text
+    assert "flash_mla (>= 9.2.0)" in text
+    assert "npu_sparse_flash_attention" not in text
     older = {f"{CANN}/x86_64-linux/ascend_toolkit_install.info": "version=9.0.0\n"}
     text = row(verdict_of(tmp_path / "b", ASCEND_950, {"files": older}), "matrix.ops")["text"]
-    assert "npu_sparse_flash_attention (>= 9.1.0)" in text and "npu_quant_lightning_indexer" not in text
+    assert "npu_sparse_flash_attention (>= 9.1.0)" in text
+    assert "npu_quant_lightning_indexer" not in text

@@ -4,8 +4,10 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
 from kvbackend.doctor import collect as probes_module
 from kvbackend.doctor import process
 from kvbackend.doctor.collect import Probe, _run, collect, imports, tools
@@ -19,7 +21,9 @@ def python(code: str, timeout: float = 5, **more) -> process.Output:
 
 
 def test_output_answer_and_exit_code():
-    out = python("import os, sys; print('out'); print('err', file=sys.stderr); os.write(int(sys.argv[1]), b'yes'); sys.exit(3)")
+    out = python(
+        "import os, sys; print('out'); print('err', file=sys.stderr); os.write(int(sys.argv[1]), b'yes'); sys.exit(3)"
+    )
     assert (out.ended, out.code, out.stdout, out.stderr, out.answer) == ("exit", 3, "out\n", "err\n", "yes")
 
 
@@ -44,7 +48,8 @@ def test_abort_is_a_signal():
 
 def test_a_forked_child_with_the_pipe_is_killed(tmp_path):
     pid_file = tmp_path / "pid"
-    code = f"import os, time\nif os.fork() == 0:\n open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)\nprint('parent')"
+    child = f"open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import os, time\nif os.fork() == 0:\n {child}\nprint('parent')"
     begin = time.monotonic()
     out = python(code)
     assert (out.ended, out.stdout) == ("exit", "parent\n")
@@ -54,7 +59,7 @@ def test_a_forked_child_with_the_pipe_is_killed(tmp_path):
             break
         time.sleep(0.05)
     else:
-        state = open(f"/proc/{pid_file.read_text()}/stat").read().split()[2]
+        state = Path(f"/proc/{pid_file.read_text()}/stat").read_text().split()[2]
         assert state == "Z"
 
 
@@ -68,9 +73,16 @@ def test_garbage_and_missing_programs():
     assert process.run(["/no/such/program"], 1).ended == "missing"
 
 
-@pytest.mark.parametrize(("script", "state"), [
-    ("sleep 30", "timeout"), ("while :; do echo flood flood flood flood; done", "unparsed"), ("kill -ABRT $$", "unparsed"),
-    ("(sleep 30 &) ; echo rubbish", "unparsed"), ("printf '\\377\\000|+|\\n'", "unparsed")])
+@pytest.mark.parametrize(
+    ("script", "state"),
+    [
+        ("sleep 30", "timeout"),
+        ("while :; do echo flood flood flood flood; done", "unparsed"),
+        ("kill -ABRT $$", "unparsed"),
+        ("(sleep 30 &) ; echo rubbish", "unparsed"),
+        ("printf '\\377\\000|+|\\n'", "unparsed"),
+    ],
+)
 def test_a_hostile_npu_smi_harms_no_other_fact(tmp_path, script, state):
     write(tmp_path, changed(ASCEND_950, {"files": {"/usr/local/bin/npu-smi": f"#!/bin/sh\n{script}\n"}}))
     host = Host(str(tmp_path), run=lambda argv, **more: process.run([str(tmp_path) + argv[0], *argv[1:]], **more))
@@ -81,10 +93,15 @@ def test_a_hostile_npu_smi_harms_no_other_fact(tmp_path, script, state):
     json.dumps(found)
 
 
-@pytest.mark.parametrize(("body", "error"), [
-    ("import os; os.abort()", "SIGABRT"), ("import sys; print('{\"ok\": true}'); sys.exit(7)", "SystemExit: 7"),
-    ("raise ImportError('libatb.so: cannot open shared object file')", "libatb.so"),
-    ("import os; os.write(int(__import__('sys').argv[1]), b'[1]\\n{'); raise SystemExit(2)", "exit 0")])
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("import os; os.abort()", "SIGABRT"),
+        ("import sys; print('{\"ok\": true}'); sys.exit(7)", "SystemExit: 7"),
+        ("raise ImportError('libatb.so: cannot open shared object file')", "libatb.so"),
+        ("import os; os.write(int(__import__('sys').argv[1]), b'[1]\\n{'); raise SystemExit(2)", "exit 0"),
+    ],
+)
 def test_a_hostile_torch_npu_becomes_a_fact(tmp_path, body, error):
     (tmp_path / "torch.py").write_text("")
     (tmp_path / "torch_npu.py").write_text(body)
@@ -110,8 +127,11 @@ def test_a_probe_that_raises_or_hangs_is_told_and_the_rest_goes_on(monkeypatch):
         time.sleep(1.5)
         return {}
 
-    probes = [Probe("bad", "import", lambda: 1 / 0), Probe("late", "import", late),
-              Probe("good", "import", lambda: {"good": {"state": "value", "value": 1}})]
+    probes = [
+        Probe("bad", "import", lambda: 1 / 0),
+        Probe("late", "import", late),
+        Probe("good", "import", lambda: {"good": {"state": "value", "value": 1}}),
+    ]
     _run(probes, (), 0.8, found, told.append)
     assert found["good"]["value"] == 1
     assert (found["probe.bad"]["state"], "ZeroDivisionError" in found["probe.bad"]["error"]) == ("crashed", True)

@@ -24,6 +24,7 @@ _BASE = dict(
     head_dim=8,
     max_position_embeddings=256,
     initializer_range=0.2,  # with the usual 0.02 logits are nearly equal and greedy equality proves little
+    tie_word_embeddings=False,  # tied, a random model repeats its last token
     pad_token_id=PAD,
     eos_token_id=None,
     bos_token_id=None,

@@ -64,7 +64,7 @@ def test_tokens_with_left_padding(name, patched):
     expected = eager(name)
     output = generate(patched(name))
     assert_same(output, expected)
-    assert len(expected.sequences[0].unique()) > 8  # a model that repeats itself would prove little
+    assert len(expected.sequences[:, 11:].unique()) > 10  # a model that repeats itself would prove little
 
 
 @pytest.mark.parametrize(("name", "chunk"), [*((name, 5) for name in MODELS), *((name, 2) for name in FEW)])
@@ -382,8 +382,10 @@ def test_generate_without_cache(patched):
 
 def test_tested_range_is_the_one_of_the_package():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    (first_major, first, last_major, last) = map(int, re.search(r"transformers>=(\d+)\.(\d+),<(\d+)\.(\d+)", text).groups())
-    assert patching.TESTED == ((first_major, first), (last_major, last - 1))
+    (first_major, first, last_major, last) = map(
+        int, re.search(r"transformers>=(\d+)\.(\d+),<(\d+)\.(\d+)", text).groups()
+    )
+    assert ((first_major, first), (last_major, last - 1)) == patching.TESTED
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -450,11 +452,11 @@ def test_calls_that_are_refused(patched):
     with torch.no_grad():
         with pytest.raises(ArgumentError, match=r"attention_mask is torch.bool \[2, 1, 11, 11\]"):
             model(ids, attention_mask=square)
-        with pytest.raises(ArgumentError, match="mask contains (and_masks|packed_sequence|remap_positions)"):
+        with pytest.raises(ArgumentError, match=r"mask contains (and_masks|packed_sequence|remap_positions)"):
             model(ids, position_ids=torch.tensor([[*range(5), *range(6)]] * 2), use_cache=False)
-        with pytest.raises(ArgumentError, match="did not come from PagedCache.update"):
-            stock = DynamicCache()
-            model(**inputs, **{name: stock})
+        stock = DynamicCache()
+        model(**inputs, **{name: stock})
+        with pytest.raises(ArgumentError, match=r"did not come from PagedCache\.update"):
             model(ids[:, :1], **{name: stock})
         cache = new_cache(model)
         model(**inputs, **{name: cache})
@@ -478,17 +480,13 @@ def test_calls_that_are_refused(patched):
 
 def test_dropout_is_refused():
     model = patch(build("llama", attention_dropout=0.5)).train()
-    with torch.no_grad(), pytest.raises(ArgumentError, match="dropout is 0.5"):
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"dropout is 0\.5"):
         model(**prompt())
 
 
-def test_unpatched_latent_model_is_told_to_patch(patched):
+def test_unpatched_latent_model_is_told_to_patch():
     model = build("deepseek_v3", **MODELS["deepseek v3"][1])
     integration.register()
     model.set_attn_implementation(integration.NAME)
-    with torch.no_grad():
-        cache = new_cache(model)
-        argument = patching.cache_argument(model)
-        model(**prompt(), **{argument: cache})  # would have stored nothing
-        with pytest.raises((ArgumentError, RuntimeError)):
-            model(torch.ones(2, 1, dtype=torch.long), attention_mask=torch.ones(2, 12), **{argument: cache})
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"call patch\(model\)"):
+        model(**prompt())

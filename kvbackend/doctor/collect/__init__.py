@@ -1,8 +1,8 @@
 """Collect facts: many small probes, none of which can harm another.
 
-Static probes run one after the other in a thread that is given up when it hangs (a dead network mount); they start no
-program, open no socket and import nothing heavy. Import and device probes run beside each other, each in children that are
-killed as a group. A probe that fails leaves the fact `probe.<name>`, which says how.
+Static probes run one after the other in a thread that is given up when it hangs (a dead network mount); they start
+no program, open no socket and import nothing heavy. Import and device probes run beside each other, each in children
+that are killed as a group. A probe that fails leaves the fact `probe.<name>`, which says how.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Callable, Dict, List, NamedTuple, Optional
+from typing import Callable, NamedTuple
 
-from kvbackend.doctor import facts
+from kvbackend.doctor import facts, process
 from kvbackend.doctor.collect import (
     ascend,
     cuda,
@@ -31,7 +31,8 @@ from kvbackend.doctor.host import Host
 
 LEVELS = ("static", "import", "device")
 _WORKERS = 4
-SLOW_S = 3.0                                                        # after which a waiting user is told
+INTERRUPTED = "run.interrupted"
+SLOW_S = 3.0  # after which a waiting user is told
 
 
 class Probe(NamedTuple):
@@ -87,29 +88,22 @@ def collect(
     end = time.monotonic() + deadline
     found: Facts = {}
     wanted = [p for p in PROBES if LEVELS.index(p.level) <= LEVELS.index(level)]
-    for probe in wanted:
-        if probe.level == "static":
-            run = (lambda h: ascend.cann(h, aclnn)) if probe.run is ascend.cann else probe.run
-            _run(
-                [probe._replace(run=run)],
-                (host,),
-                min(timeout, max(0.1, end - time.monotonic())),
-                found,
-                None,
-            )
-    _run(
-        [p for p in wanted if p.level != "static"],
-        (host, timeout),
-        max(0.1, end - time.monotonic()),
-        found,
-        slow,
-    )
+    try:
+        for probe in wanted:
+            if probe.level == "static":
+                run = (lambda h: ascend.cann(h, aclnn)) if probe.run is ascend.cann else probe.run
+                limit = min(timeout, max(0.1, end - time.monotonic()))
+                _run([probe._replace(run=run)], (host,), limit, found, None)
+        later = [p for p in wanted if p.level != "static"]
+        _run(later, (host, timeout), max(0.1, end - time.monotonic()), found, slow)
+    except KeyboardInterrupt:
+        found[INTERRUPTED] = facts.value(True)
+    finally:
+        process.kill(host.children)  # what no probe waits for any more
     return json.loads(json.dumps(found))  # live facts and saved ones are the same document
 
 
-def _run(
-    probes: list[Probe], args: tuple, limit: float, found: Facts, slow: Callable[[str], None] | None
-) -> None:
+def _run(probes: list[Probe], args: tuple, limit: float, found: Facts, slow: Callable[[str], None] | None) -> None:
     """Run probes in daemon threads, a few at once, and give up on what is not done within `limit` seconds."""
     waiting: queue.Queue[Probe] = queue.Queue()
     done: queue.Queue[tuple] = queue.Queue()
@@ -127,9 +121,7 @@ def _run(
                 result = probe.run(*args)
             except Exception as error:
                 result = {
-                    "probe." + probe.name: facts.failed(
-                        "crashed", probe.name, f"{type(error).__name__}: {error}"
-                    )
+                    "probe." + probe.name: facts.failed("crashed", probe.name, f"{type(error).__name__}: {error}")
                 }
             done.put((probe, result, 1000 * (time.monotonic() - start)))
 

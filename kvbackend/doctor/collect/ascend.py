@@ -14,9 +14,7 @@ from kvbackend.doctor.host import Host
 from kvbackend.doctor.parsers import files
 
 ARCHES = ("x86_64-linux", "aarch64-linux")
-_NODE = re.compile(
-    r"(v?davinci\d+|davinci_manager(_docker)?|devmm_svm|hisi_hdc|dvpp_cmdlist|svm0|uburma|ummu)"
-)
+_NODE = re.compile(r"(v?davinci\d+|davinci_manager(_docker)?|devmm_svm|hisi_hdc|dvpp_cmdlist|svm0|uburma|ummu)")
 _INSTALL_INFO = "/etc/Ascend/ascend_cann_install.info"
 _KERNELS = "/built-in/op_impl/ai_core/tbe/kernel"
 # entry points that the NPU backend calls; which of them a toolkit lacks is a fact, not a fault
@@ -51,6 +49,7 @@ def nodes(host: Host) -> Facts:
 
 
 def driver_root(host: Host) -> str:
+    """The driver's folder, where its installer says it is."""
     pairs = files.key_values(host.text("/etc/ascend_install.info"))
     return pairs.get("Driver_Install_Path_Param", "/usr/local/Ascend").rstrip("/") + "/driver"
 
@@ -67,21 +66,13 @@ def driver(host: Host) -> Facts:
         has_key = "Driver_Install_Path_Param" in files.key_values(install.text)
         found["ascend.driver.path_key"] = facts.value(has_key, "/etc/ascend_install.info")
     _version_file(host, root + "/version.info", "ascend.driver", "firmware", found)
-    _version_file(
-        host, root.rpartition("/")[0] + "/firmware/version.info", "ascend.firmware", "driver", found
-    )
-    hal = [
-        p
-        for p in (root + "/lib64/driver/libascend_hal.so", root + "/lib64/libascend_hal.so")
-        if host.exists(p)
-    ]
+    _version_file(host, root.rpartition("/")[0] + "/firmware/version.info", "ascend.firmware", "driver", found)
+    hal = [p for p in (root + "/lib64/driver/libascend_hal.so", root + "/lib64/libascend_hal.so") if host.exists(p)]
     found["ascend.driver.hal"] = facts.maybe(hal, root)
     dcmi = "/usr/local/dcmi/libdcmi.so"
     found["ascend.driver.dcmi"] = facts.maybe(dcmi if host.exists(dcmi) else "", dcmi)
     smi = [
-        p
-        for p in (host.which("npu-smi"), "/usr/local/bin/npu-smi", "/usr/local/sbin/npu-smi")
-        if p and host.exists(p)
+        p for p in (host.which("npu-smi"), "/usr/local/bin/npu-smi", "/usr/local/sbin/npu-smi") if p and host.exists(p)
     ]
     found["ascend.smi.path"] = facts.maybe(smi[0] if smi else "", "PATH")
     return found
@@ -93,9 +84,7 @@ def _version_file(host: Host, path: str, prefix: str, other: str, found: Facts) 
     if info is None:
         state = {"value": "unparsed"}.get(reading.state, reading.state)
         found[prefix + ".version"] = (
-            facts.absent(path)
-            if state == "absent"
-            else facts.failed(state, path, reading.error, reading.text)
+            facts.absent(path) if state == "absent" else facts.failed(state, path, reading.error, reading.text)
         )
         return
     found[prefix + ".version"] = facts.value(info["version"], path, raw=reading.text[: facts.RAW_LIMIT])
@@ -117,22 +106,14 @@ def trees(host: Host) -> list[dict[str, Any]]:
 
     def scan() -> list[dict[str, Any]]:
         env = host.environ
-        named = [
-            (env[v], v)
-            for v in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_AICPU_PATH")
-            if env.get(v)
-        ]
+        named = [(env[v], v) for v in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_AICPU_PATH") if env.get(v)]
         if env.get("ASCEND_OPP_PATH"):
             named.append((env["ASCEND_OPP_PATH"].rstrip("/").rpartition("/")[0], "ASCEND_OPP_PATH"))
         for folder in host.paths("LD_LIBRARY_PATH"):
             if host.exists(folder + "/libascendcl.so"):
                 named.append((_root_of(folder), "LD_LIBRARY_PATH"))
         info = files.key_values(host.text(_INSTALL_INFO))
-        named += [
-            (info[k], _INSTALL_INFO)
-            for k in ("Toolkit_InstallPath", "Install_Path")
-            if info.get(k)
-        ]
+        named += [(info[k], _INSTALL_INFO) for k in ("Toolkit_InstallPath", "Install_Path") if info.get(k)]
         named += [(p, "disk") for p in _well_known(host)]
         found: dict[str, dict[str, Any]] = {}
         for path, by in named:
@@ -165,9 +146,7 @@ def _well_known(host: Host) -> list[str]:
                 found.append(base + "/" + name)
             elif name in ("ascend-toolkit", "nnae", "nnrt"):
                 found += [
-                    f"{base}/{name}/{n}"
-                    for n in host.list(base + "/" + name)
-                    if n == "latest" or versions.parse(n)
+                    f"{base}/{name}/{n}" for n in host.list(base + "/" + name) if n == "latest" or versions.parse(n)
                 ]
     return found
 
@@ -310,10 +289,10 @@ def _operators(host: Host, home: str, aclnn: Sequence[str], found: Facts) -> Non
         host.is_dir(aicpu + "/opp/built-in/op_impl/aicpu") or host.is_dir(opp + "/built-in/op_impl/aicpu"),
         aicpu,
     )
-    names = [n for n in host.list(home + "/lib64") if re.fullmatch(r"libopapi\w*\.so", n)]
-    offered = [lib for lib in (loader.read(host, home + "/lib64/" + n) for n in names) if lib]
+    libraries = [n for n in host.list(home + "/lib64") if re.fullmatch(r"libopapi\w*\.so", n)]
+    offered = [lib for lib in (loader.read(host, home + "/lib64/" + n) for n in libraries) if lib]
     lacking = [a for a in aclnn if not any(lib.has(a + "GetWorkspaceSize") for lib in offered)]
-    found["ascend.ops.aclnn_missing"] = facts.maybe(lacking if names else [], home + "/lib64/libopapi*.so")
+    found["ascend.ops.aclnn_missing"] = facts.maybe(lacking if libraries else [], home + "/lib64/libopapi*.so")
     custom = [
         f + "/" + n + d
         for f in python.site_folders(host)
@@ -337,9 +316,7 @@ def atb(host: Host) -> Facts:
     match = re.search(r"cxx_abi_([01])$", home)
     version = files.atb_version(host.text(home + "/../../version.info")) if home else ""
     return {
-        "ascend.atb.trees": facts.maybe(
-            [{"path": p, "version": v} for p, v in sorted(installed.items())], base
-        ),
+        "ascend.atb.trees": facts.maybe([{"path": p, "version": v} for p, v in sorted(installed.items())], base),
         "ascend.atb.home": facts.maybe(home, "ATB_HOME_PATH"),
         "ascend.atb.exists": facts.value(host.is_dir(home), home) if home else facts.absent("ATB_HOME_PATH"),
         "ascend.atb.version": facts.maybe(version, home + "/../../version.info"),

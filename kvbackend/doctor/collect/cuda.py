@@ -23,11 +23,7 @@ def nodes(host: Host) -> Facts:
     access = {n: host.try_open("/dev/" + n) or "ok" for n in names}
     switches = [n for n in host.list("/dev") if n.startswith("nvidia-nvswitch")]
     manager = (
-        any(
-            host.text(f"/proc/{p}/comm").strip() == "nv-fabricmanage"
-            for p in host.list("/proc")
-            if p.isdigit()
-        )
+        any(host.text(f"/proc/{p}/comm").strip() == "nv-fabricmanage" for p in host.list("/proc") if p.isdigit())
         if switches
         else False
     )
@@ -73,9 +69,7 @@ def toolkit_home(host: Host) -> str:
         return named[0]
     nvcc = host.real(host.which("nvcc") or "/usr/local/cuda/bin/nvcc").rpartition("/bin/")[0]
     whole = [
-        p
-        for p in (nvcc, "/usr/local/cuda")
-        if host.exists(p + "/include/cuda.h") or host.exists(p + "/version.json")
+        p for p in (nvcc, "/usr/local/cuda") if host.exists(p + "/include/cuda.h") or host.exists(p + "/version.json")
     ]
     return whole[0] if whole else nvcc
 
@@ -88,7 +82,7 @@ def toolkit(host: Host) -> Facts:
     if not version:
         header = re.search(r"#define\s+CUDA_VERSION\s+(\d{4,6})", host.text(home + "/include/cuda.h"))
         number = int(header.group(1)) if header else 0
-        version = "%d.%d" % (number // 1000, number % 1000 // 10) if number else ""
+        version = f"{number // 1000}.{number % 1000 // 10}" if number else ""
     limit = files.host_config_gcc(host.text(home + "/include/crt/host_config.h"))
     ptxas = python.package_folder(host, "triton") + "/backends/nvidia/bin/ptxas"
     ptxas = host.environ.get("TRITON_PTXAS_PATH") or ptxas
@@ -108,9 +102,7 @@ def runtime(host: Host) -> Facts:
     shadow: dict[str, dict[str, str]] = {}
     for soname, names in SHADOWED.items():
         wheel = next((dists[n][0]["version"] for n in names.split() if n in dists), "")
-        path = next(
-            (f + "/" + soname for f in host.paths("LD_LIBRARY_PATH") if host.exists(f + "/" + soname)), ""
-        )
+        path = next((f + "/" + soname for f in host.paths("LD_LIBRARY_PATH") if host.exists(f + "/" + soname)), "")
         if wheel and path and "site-packages" not in path:
             shadow[soname] = {
                 "path": path,

@@ -64,7 +64,8 @@ _ROUND_TRIP = (
     dtype = torch.float32 if kind == "cpu" else torch.bfloat16
     table = torch.randperm(12)[:9].reshape(3, 3).to(torch.int32)
     rows = [torch.randn(sum(lens), kv_heads, dim).to(dtype) for _ in range(2)]
-    slots = torch.cat([table[s].long()[torch.arange(n) // page] * page + torch.arange(n) % page for s, n in enumerate(lens)])
+    places = [(table[s].long(), torch.arange(n)) for s, n in enumerate(lens)]
+    slots = torch.cat([pages[at // page] * page + at % page for pages, at in places])
     caches = [torch.full((12, page, kv_heads, dim), float("nan"), dtype=dtype, device=device) for _ in range(2)]
     write = dict(key=rows[0].to(device), value=rows[1].to(device), key_cache=caches[0], value_cache=caches[1],
                  slot_mapping=slots.to(device))
@@ -78,7 +79,8 @@ _ROUND_TRIP = (
             q = torch.randn(3, heads, dim).to(dtype)
             call = dict(q=q.to(device), key_cache=caches[0], value_cache=caches[1], block_table=table.to(device),
                         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-                        cu_seqlens_q=torch.arange(4, dtype=torch.int32, device=device), max_seqlen_q=1, softmax_scale=0.125)
+                        cu_seqlens_q=torch.arange(4, dtype=torch.int32, device=device), max_seqlen_q=1,
+                        softmax_scale=0.125)
             backends["paged_attention"] = explain("paged_attention", **call).chosen
             out = ops.paged_attention(**call)
             out = (out[0] if isinstance(out, (tuple, list)) else out).cpu().double()
@@ -101,15 +103,13 @@ def _code(host: Host, text: str) -> str:
 
 
 def torch_and_ops(host: Host, timeout: float) -> Facts:
-    """One clean child: import torch; then load our libraries and ask every backend about every op, on metadata alone."""
+    """One clean child: import torch, then load our libraries and ask every backend about every op, on metadata."""
     if not python.package_folder(host, "torch"):
         return {
             "torch.import": facts.absent("site-packages"),
             "ops.table": facts.absent("torch is not installed"),
         }
-    output = imports.child(
-        host, imports.TORCH + _code(host, _OPS), timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0"
-    )
+    output = imports.child(host, imports.TORCH + _code(host, _OPS), timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     found = imports.torch_facts(output)
     if not found["torch.import"].get("value", {}).get("ok"):
         return {**found, "ops.table": facts.absent("torch does not import")}
@@ -127,16 +127,14 @@ def torch_and_ops(host: Host, timeout: float) -> Facts:
 
 
 def round_trip(host: Host, timeout: float) -> Facts:
-    """One tiny write, attention and read-back on every card, each in its own child; on a host without cards, on the CPU."""
+    """One tiny write, attention and read-back on every card, each in its own child; without cards, on the CPU."""
     names = host.list("/dev")
     cards = [("npu", n) for n in range(sum(1 for n in names if re.fullmatch(r"v?davinci\d+", n)))]
     cards += [("cuda", n) for n in range(sum(1 for n in names if re.fullmatch(r"nvidia\d+", n)))]
     found: Facts = {}
     for kind, index in cards or [("cpu", 0)]:
-        argv_code = (
-            _code(host, _ROUND_TRIP).replace("sys.argv[2]", repr(kind)).replace("sys.argv[3]", repr(index))
-        )
+        argv_code = _code(host, _ROUND_TRIP).replace("sys.argv[2]", repr(kind)).replace("sys.argv[3]", repr(index))
         output = imports.child(host, argv_code, timeout, clean=False)
-        name = kind if kind == "cpu" else "%s%d" % (kind, index)
+        name = kind if kind == "cpu" else f"{kind}{index}"
         found["proof." + name] = imports.outcome(output, f"round trip on {name}")
     return found

@@ -58,12 +58,8 @@ def variables(host: Host) -> Facts:
     found: Facts = {"env.known": facts.value(True, "environment")}
     for name in ALLOWED:
         found["env." + name] = (
-            facts.value(host.environ[name], "environment")
-            if name in host.environ
-            else facts.absent("environment")
+            facts.value(host.environ[name], "environment") if name in host.environ else facts.absent("environment")
         )
-    others = [
-        n for n in sorted(host.environ) if n not in ALLOWED and _NAMED.fullmatch(n) and not _SECRET.search(n)
-    ]
+    others = [n for n in sorted(host.environ) if n not in ALLOWED and _NAMED.fullmatch(n) and not _SECRET.search(n)]
     found["env.others"] = facts.maybe(others, "environment")
     return found

@@ -55,22 +55,17 @@ def _missing_symbols(host: Host, libs: list[dict[str, Any]]) -> list[str]:
     if not folders[0]:
         return []
     paths = [
-        folders[0] + f"/lib/lib{n}.so"
-        for n in ("c10", "torch_cpu", "torch", "torch_python", "c10_cuda", "torch_cuda")
+        folders[0] + f"/lib/lib{n}.so" for n in ("c10", "torch_cpu", "torch", "torch_python", "c10_cuda", "torch_cuda")
     ]
     paths += (
-        [f"{folders[1]}/lib/{n}" for n in host.list(folders[1] + "/lib") if n.endswith(".so")]
-        if folders[1]
-        else []
+        [f"{folders[1]}/lib/{n}" for n in host.list(folders[1] + "/lib") if n.endswith(".so")] if folders[1] else []
     )
     offered = [lib for lib in (loader.read(host, p) for p in paths) if lib]
     found = set()
     for entry in libs:
         library = loader.read(host, entry["path"])
         names = (
-            {n for n in library.undefined if _TORCH.match(n) or (_NPU.match(n) and folders[1])}
-            if library
-            else set()
+            {n for n in library.undefined if _TORCH.match(n) or (_NPU.match(n) and folders[1])} if library else set()
         )
         found |= {n for n in names if not any(n in lib.defined for lib in offered)}
     return sorted(found)[:20] if offered else []
@@ -84,11 +79,7 @@ def _library(host: Host, path: str, device: str, torch_lib: str) -> dict[str, An
         re.match(r"_ZN(K?)(3c10|5torch|2at|4c10_npu|6at_npu)", n) and re.search(r"RKSs|ESs|Ss$", n)
         for n in library.undefined
     )
-    archs = (
-        sorted({m.decode() for m in re.findall(rb"\bsm_\d{2,3}a?\b", host.map(path))})
-        if device == "cuda"
-        else []
-    )
+    archs = sorted({m.decode() for m in re.findall(rb"\bsm_\d{2,3}a?\b", host.map(path))}) if device == "cuda" else []
     return {
         "device": device,
         "path": path,

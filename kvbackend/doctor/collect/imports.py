@@ -31,7 +31,8 @@ try:
     import torch
     flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)() or ""
     answer(ok=True, version=torch.__version__, file=torch.__file__, abi=int(torch.compiled_with_cxx11_abi()),
-           cuda=torch.version.cuda, archs=flags.split(), loaded=loaded(*STEMS), capability=torch.backends.cpu.get_cpu_capability())
+           cuda=torch.version.cuda, archs=flags.split(), loaded=loaded(*STEMS),
+           capability=torch.backends.cpu.get_cpu_capability())
 except BaseException as error:
     answer(ok=False, error="%s: %s" % (type(error).__name__, error))
     raise SystemExit
@@ -68,11 +69,9 @@ def outcome(output: Output, source: str, number: int = 0) -> facts.Fact:
     """What a child answered at its `number`th time: a value with `ok`, or timeout."""
     answer = parse_answer(output.answer, number)
     if answer is None and output.ended == "timeout":
-        return facts.failed(
-            "timeout", source, f"no end after {output.seconds:.0f} s", output.text[-facts.RAW_LIMIT :]
-        )
+        return facts.failed("timeout", source, f"no end after {output.seconds:.0f} s", output.text[-facts.RAW_LIMIT :])
     if answer is None:
-        how = signal_name(-output.code) if output.ended == "signal" else "%s %d" % (output.ended, output.code)
+        how = signal_name(-output.code) if output.ended == "signal" else f"{output.ended} {output.code}"
         answer = {"ok": False, "error": f"the import ended with {how}"}
     return facts.value(answer, source, raw=output.text[-facts.RAW_LIMIT :])
 
@@ -88,10 +87,11 @@ def parse_answer(text: str, number: int) -> dict[str, Any] | None:
 
 
 def signal_name(number: int) -> str:
+    """SIGABRT for 6."""
     try:
         return signal.Signals(number).name
     except ValueError:
-        return "signal %d" % number
+        return f"signal {number}"
 
 
 def torch_facts(output: Output) -> Facts:

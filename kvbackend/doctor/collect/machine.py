@@ -87,9 +87,7 @@ def user(host: Host) -> Facts:
     ids, groups = files.status_field(status, "Uid").split(), files.status_field(status, "Groups").split()
     gid = files.status_field(status, "Gid").split()
     found = {
-        "host.uid": facts.maybe(
-            int(ids[1]) if len(ids) > 1 and ids[1].isdigit() else None, "/proc/self/status"
-        ),
+        "host.uid": facts.maybe(int(ids[1]) if len(ids) > 1 and ids[1].isdigit() else None, "/proc/self/status"),
         "host.gids": facts.maybe([int(g) for g in groups + gid[1:2] if g.isdigit()], "/proc/self/status"),
         "host.caps": facts.maybe(files.status_field(status, "CapEff"), "/proc/self/status"),
     }
@@ -116,9 +114,7 @@ def _has_passwd(host: Host, uid: int) -> bool:
 
 def resources(host: Host) -> Facts:
     """Memory, shared memory, processors and open-file limits."""
-    found = {
-        "host.memory": facts.maybe(files.meminfo_bytes(host.text("/proc/meminfo")) or None, "/proc/meminfo")
-    }
+    found = {"host.memory": facts.maybe(files.meminfo_bytes(host.text("/proc/meminfo")) or None, "/proc/meminfo")}
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = host.text(path).strip()
         if text.isdigit() and int(text) < 1 << 60:

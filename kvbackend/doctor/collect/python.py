@@ -64,9 +64,7 @@ def site_folders(host: Host) -> list[str]:
 
 def _sites_of_tree(host: Host) -> list[str]:
     roots = [host.environ[v] + "/lib" for v in ("VIRTUAL_ENV", "CONDA_PREFIX") if v in host.environ]
-    roots += list(_IN_TREE) + [
-        f"/usr/local/{n}/lib" for n in host.list("/usr/local") if n.startswith("python3")
-    ]
+    roots += list(_IN_TREE) + [f"/usr/local/{n}/lib" for n in host.list("/usr/local") if n.startswith("python3")]
     found = host.paths("PYTHONPATH")
     for root in roots:
         for name in host.list(root):
@@ -76,6 +74,7 @@ def _sites_of_tree(host: Host) -> list[str]:
 
 
 def normal(name: str) -> str:
+    """A distribution's name as indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -88,15 +87,14 @@ def distributions(host: Host) -> dict[str, list[dict[str, str]]]:
             for entry in host.list(folder):
                 match = re.fullmatch(r"(.+?)-(\d[^-]*)(?:-py[\d.]+)?\.(?:dist|egg)-info", entry)
                 if match:
-                    found.setdefault(normal(match.group(1)), []).append(
-                        {"version": match.group(2), "folder": folder}
-                    )
+                    found.setdefault(normal(match.group(1)), []).append({"version": match.group(2), "folder": folder})
         return found
 
     return host.memo("dists", scan)
 
 
 def version_of(host: Host, name: str) -> str | None:
+    """The version of a distribution that an import would use, None when it is not installed."""
     places = distributions(host).get(normal(name))
     return places[0]["version"] if places else None
 
@@ -109,11 +107,9 @@ def package_folder(host: Host, package: str) -> str:
 def interpreter(host: Host) -> Facts:
     """The Python release, the distributions that matter, doubles, and what shadows an installed package."""
     if host.live:
-        version = facts.value("%d.%d.%d" % sys.version_info[:3], sys.executable)
+        version = facts.value(".".join(map(str, sys.version_info[:3])), sys.executable)
     else:
-        names = [
-            m.group(1) for m in (re.search(r"python(3\.\d+)/", f + "/") for f in site_folders(host)) if m
-        ]
+        names = [m.group(1) for m in (re.search(r"python(3\.\d+)/", f + "/") for f in site_folders(host)) if m]
         version = facts.maybe(names[0] if names else "", "site-packages")
     places = distributions(host)
     doubles = {
@@ -178,11 +174,7 @@ def _abi(host: Host, path: str) -> facts.Fact:
         return facts.absent(path)
     if any("__cxx11" in name for name in library.defined):
         return facts.value(1, path)
-    return (
-        facts.value(0, path)
-        if any(re.search(r"RKSs|ESs", n) for n in library.defined)
-        else facts.absent(path)
-    )
+    return facts.value(0, path) if any(re.search(r"RKSs|ESs", n) for n in library.defined) else facts.absent(path)
 
 
 def companions(host: Host) -> Facts:
@@ -206,20 +198,14 @@ def companions(host: Host) -> Facts:
         [n for n in host.list(backends) if host.is_dir(backends + "/" + n) and not n.startswith("_")],
         backends,
     )
-    others = {
-        n: version_of(host, n) for n in ("flashinfer-cubin", "flashinfer-jit-cache") if version_of(host, n)
-    }
+    others = {n: version_of(host, n) for n in ("flashinfer-cubin", "flashinfer-jit-cache") if version_of(host, n)}
     found["flashinfer.companions"] = facts.maybe(others, "dist-info")
     found["py.unresolved"] = facts.maybe(_unresolved(host), "DT_NEEDED")
     transport = package_folder(host, "mooncake")
     places = loader.find(host, "ascend_transport.so", (transport,))
-    found["mooncake.transport"] = (
-        facts.value(bool(places), transport) if transport else facts.absent("site-packages")
-    )
+    found["mooncake.transport"] = facts.value(bool(places), transport) if transport else facts.absent("site-packages")
     info = host.text(package_folder(host, "vllm_ascend") + "/_build_info.py")
-    found["vllm_ascend.device_type"] = facts.maybe(
-        files.python_assignment(info, "__device_type__"), "_build_info.py"
-    )
+    found["vllm_ascend.device_type"] = facts.maybe(files.python_assignment(info, "__device_type__"), "_build_info.py")
     return found
 
 

@@ -29,7 +29,7 @@ def failure(output: Output, source: str) -> facts.Fact:
             f"{output.ended} after {output.seconds:.0f} s",
             output.text,
         )
-    error = tools.last_line(output.text) or "ended with %s %d" % (output.ended, output.code)
+    error = tools.last_line(output.text) or f"ended with {output.ended} {output.code}"
     return facts.failed("unparsed", source, error, output.text)
 
 
@@ -56,15 +56,10 @@ def npu(host: Host, timeout: float) -> Facts:
     soc = plain.get("soc")
     if not soc and "950" not in info["chips"][0]["name"]:
         soc = (
-            npu_smi.board(
-                host.run([path, "info", "-t", "board", "-i", card, "-c", "0"], timeout=timeout).stdout
-            )
-            or {}
+            npu_smi.board(host.run([path, "info", "-t", "board", "-i", card, "-c", "0"], timeout=timeout).stdout) or {}
         ).get("soc")
     found["ascend.soc"] = facts.maybe(soc, f"npu-smi info -t board -i {card}")
-    found["ascend.smi.firmware"] = facts.maybe(
-        plain.get("firmware"), "npu-smi info -t board", raw=board.stdout[:2048]
-    )
+    found["ascend.smi.firmware"] = facts.maybe(plain.get("firmware"), "npu-smi info -t board", raw=board.stdout[:2048])
     found["ascend.smi.compatibility"] = facts.maybe(plain.get("compatibility"), "npu-smi info -t board")
     sick: dict[str, dict] = {}
     for chip in info["chips"]:
@@ -86,14 +81,12 @@ def nvidia(host: Host, timeout: float) -> Facts:
     if not gpus:
         return {
             "cuda.smi.gpus": failure(output, "nvidia-smi"),
-            "cuda.smi.error": facts.maybe(
-                tools.nvidia_smi_error(output.text), "nvidia-smi", raw=output.text[:2048]
-            ),
+            "cuda.smi.error": facts.maybe(tools.nvidia_smi_error(output.text), "nvidia-smi", raw=output.text[:2048]),
         }
     archs = sorted({"sm_" + g["compute_cap"].replace(".", "") for g in gpus if g["compute_cap"]})
     answer = host.run([sys.executable, "-I", "-c", _CUDA_API, "{answer}"], timeout=timeout).answer
     number = int(answer) if answer.isdigit() else 0
-    api = "%d.%d" % (number // 1000, number % 1000 // 10) if number else ""
+    api = f"{number // 1000}.{number % 1000 // 10}" if number else ""
     return {
         "cuda.smi.gpus": facts.value(gpus, "nvidia-smi", raw=output.stdout[: facts.RAW_LIMIT]),
         "cuda.gpu.archs": facts.maybe(archs, "nvidia-smi"),
@@ -119,7 +112,5 @@ def versions(host: Host, timeout: float) -> Facts:
         if path:
             output = host.run([path, option], timeout=timeout)
             version = parse(output.text)
-            found[key] = (
-                facts.value(version, path, raw=output.text[:512]) if version else failure(output, path)
-            )
+            found[key] = facts.value(version, path, raw=output.text[:512]) if version else failure(output, path)
     return found

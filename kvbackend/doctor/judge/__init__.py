@@ -1,10 +1,10 @@
-"""Judge: facts, matrix and failure kinds in, checks and findings out. Pure and deterministic: no clock, no file, no order."""
+"""Judge: facts, matrix and failure kinds in, checks and findings out. Pure: no clock, no file, no order of keys."""
 
 from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple
 
 from kvbackend.compat.data import Matrix
 from kvbackend.compat.rules import Ruling
@@ -55,8 +55,8 @@ def choose_backend(view: View, requested: str) -> tuple[str, str]:
     if requested != "auto":
         return requested, f"--backend {requested}"
     ascend_pci, cuda_pci = view["ascend.pci"] or [], view["cuda.pci"] or []
-    seen = ["PCI 19e5:%s x%d" % (ascend_pci[0]["device"], len(ascend_pci))] if ascend_pci else []
-    seen += ["PCI 10de:%s x%d" % (cuda_pci[0]["device"], len(cuda_pci))] if cuda_pci else []
+    seen = [f"PCI 19e5:{ascend_pci[0]['device']} x{len(ascend_pci)}"] if ascend_pci else []
+    seen += [f"PCI 10de:{cuda_pci[0]['device']} x{len(cuda_pci)}"] if cuda_pci else []
     if view["ascend.present"] or view["cuda.present"]:
         name = (
             "both"
@@ -160,11 +160,7 @@ def _findings(
     diagnoses: dict[str, Any],
 ) -> list[dict[str, Any]]:
     found = [_from_diagnosis(d, check, view, ruling, options.purpose) for d in named]
-    if (
-        not found
-        and ruling
-        and (ruling.state == "bad" or (ruling.state == "unknown" and check.unknown_warns))
-    ):
+    if not found and ruling and (ruling.state == "bad" or (ruling.state == "unknown" and check.unknown_warns)):
         found.append(_from_ruling(check, ruling, options.purpose))
     if (
         check.id in ("torch.import", "torch_npu.import")
@@ -174,9 +170,7 @@ def _findings(
         found.append(_import_failed(check, view, log, diagnoses))
     if not found and row and row.status in ("warn", "fail"):
         got, _, do = str(row.text).rpartition(": ")
-        found.append(
-            _finding(check.id, check, row.status, row.text, "certain", [got], [{"text": do, "where": "here"}])
-        )
+        found.append(_finding(check.id, check, row.status, row.text, "certain", [got], [{"text": do, "where": "here"}]))
     return found
 
 
@@ -264,9 +258,7 @@ def _import_failed(check: Check, view: View, log: str, diagnoses: dict[str, Any]
     name = check.id[:-7]
     possible = [d["id"] for d in diagnoses["diagnoses"] if matches(d, log)]
     error = str(view[name + ".import.error"])
-    remedy = [
-        {"text": say("see kvbackend doctor --explain {id}", id=i), "where": "here"} for i in possible[:3]
-    ] or [
+    remedy = [{"text": say("see kvbackend doctor --explain {id}", id=i), "where": "here"} for i in possible[:3]] or [
         {
             "text": say("run the import by itself and read its whole message"),
             "where": "here",

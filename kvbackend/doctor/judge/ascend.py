@@ -26,9 +26,7 @@ def _family(name: str) -> str:
 
 def _nodes(view: View) -> Row | None:
     return (
-        ok("nodes {nodes}", nodes=listed(view["ascend.nodes"]))
-        if view["ascend.nodes"]
-        else unknown("no device nodes")
+        ok("nodes {nodes}", nodes=listed(view["ascend.nodes"])) if view["ascend.nodes"] else unknown("no device nodes")
     )
 
 
@@ -73,17 +71,13 @@ def _driver(view: View) -> Row | None:
     if version:
         return ok("driver {value}", value=version)
     if view.state("ascend.driver.version") in ("unreadable", "unparsed"):
-        return unknown(
-            "driver: version.info cannot be read ({state})", state=view.state("ascend.driver.version")
-        )
+        return unknown("driver: version.info cannot be read ({state})", state=view.state("ascend.driver.version"))
     return unknown("driver: version.info is not visible here (normal in a container)")
 
 
 def _pair(view: View) -> Row | None:
     word = view["ascend.smi.compatibility"]
-    return (
-        ok("driver and firmware fit") if word == "OK" or view["ascend.firmware.mismatch"] is False else None
-    )
+    return ok("driver and firmware fit") if word == "OK" or view["ascend.firmware.mismatch"] is False else None
 
 
 def _hal(view: View) -> Row | None:

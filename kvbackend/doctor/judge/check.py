@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from kvbackend.compat.text import say
 from kvbackend.doctor.facts import View
@@ -51,14 +52,17 @@ class Check(NamedTuple):
 
 
 def ok(template: str, **params: object) -> Row:
+    """A row where all is well."""
     return Row("ok", say(template, **params))
 
 
 def info(template: str, **params: object) -> Row:
+    """A row that is worth knowing and no fault."""
     return Row("info", say(template, **params))
 
 
 def unknown(template: str, **params: object) -> Row:
+    """A row for what is absent and may be, or cannot be read."""
     return Row("unknown", say(template, **params))
 
 
@@ -79,9 +83,11 @@ def plain(key: str, template: str, missing: str = "") -> Callable[[View], Row | 
     return show
 
 
-def listed(values: list[object]) -> str:
+def listed(values: Iterable[object]) -> str:
+    """Values in a row."""
     return ", ".join(map(str, values))
 
 
 def gib(number: int) -> str:
+    """A number of bytes for people."""
     return "%.0f GiB" % (number / 2**30) if number >= 2**30 else "%.0f MiB" % (number / 2**20)

@@ -12,11 +12,7 @@ def _pci(view: View) -> Row | None:
 
 
 def _nodes(view: View) -> Row | None:
-    return (
-        ok("nodes {nodes}", nodes=listed(view["cuda.nodes"]))
-        if view["cuda.nodes"]
-        else unknown("no device nodes")
-    )
+    return ok("nodes {nodes}", nodes=listed(view["cuda.nodes"])) if view["cuda.nodes"] else unknown("no device nodes")
 
 
 def _smi(view: View) -> Row | None:
@@ -57,11 +53,7 @@ def _fabric(view: View) -> Row | None:
 
 def _toolkit(view: View) -> Row | None:
     version = view["cuda.nvcc.version"] or view["cuda.toolkit.version"]
-    return (
-        ok("CUDA toolkit {version} at {path}", version=version, path=view["cuda.toolkit.home"])
-        if version
-        else None
-    )
+    return ok("CUDA toolkit {version} at {path}", version=version, path=view["cuda.toolkit.home"]) if version else None
 
 
 def _nvcc(view: View) -> Row | None:

@@ -42,9 +42,7 @@ def derive(facts: Facts, matrix: Matrix, purpose: str, requested: str) -> View:
     view.derived = known
     for step in (_devices, _driver, _toolkit, _frameworks, _masks, _cuda, _extension, _proofs):
         step(view, known)
-    known["ascend.required"] = (
-        requested == "ascend" or known["ascend.present"] or view["torch_npu.version"] is not None
-    )
+    known["ascend.required"] = requested == "ascend" or known["ascend.present"] or view["torch_npu.version"] is not None
     known["cuda.required"] = requested == "cuda" or known["cuda.present"]
     known["ascend.ops.newer_cann"] = _ops_for_newer_cann(view, matrix)
     for name, ruling in rulings(view, matrix).items():
@@ -70,8 +68,7 @@ def rulings(view: View, matrix: Matrix) -> dict[str, Ruling | None]:
     vllm = view["vllm_ascend.version"]
     return {
         "driver_firmware": ask(rules.driver_firmware, "ascend.driver.any", "ascend.firmware.any"),
-        "cann_driver": _vendor_driver(view)
-        or ask(rules.cann_driver, "ascend.cann.version", "ascend.driver.any"),
+        "cann_driver": _vendor_driver(view) or ask(rules.cann_driver, "ascend.cann.version", "ascend.driver.any"),
         "soc_cann": ask(rules.soc_cann, "ascend.chip", "ascend.cann.version"),
         "soc_torch_npu": ask(rules.soc_torch_npu, "ascend.chip", "torch_npu.version"),
         "torch_npu_torch": rules.torch_npu_torch(view["torch.version"], view["torch_npu.version"])
@@ -81,9 +78,7 @@ def rulings(view: View, matrix: Matrix) -> dict[str, Ruling | None]:
         "python_torch": ask(rules.python_torch, "py.version", "torch.version"),
         "numpy_cann": ask(rules.numpy_cann, "py.numpy", "ascend.cann.version"),
         "triton_ascend": ask(rules.triton_ascend_cann, "triton_ascend.version", "ascend.cann.version"),
-        "vllm_ascend": rules.vllm_ascend(vllm, {k: v for k, v in have.items() if v}, matrix)
-        if vllm
-        else None,
+        "vllm_ascend": rules.vllm_ascend(vllm, {k: v for k, v in have.items() if v}, matrix) if vllm else None,
         "cuda_driver": ask(rules.cuda_driver, "torch.cuda", "cuda.driver.any"),
         "torch_triton": ask(rules.torch_triton, "torch.version", "triton.version")
         if view["torch.variant"] == "cuda"
@@ -173,9 +168,7 @@ def _driver(view: View, known: dict[str, Any]) -> None:
     first = (view["lib.libascend_hal.so"] or [""])[0]
     known["ascend.hal.stub_first"] = "/devlib/" in first
     places = [
-        p
-        for p in (view["lib.libascend_hal.so"] or []) + (view["ascend.driver.hal"] or [])
-        if "/devlib/" not in p
+        p for p in (view["lib.libascend_hal.so"] or []) + (view["ascend.driver.hal"] or []) if "/devlib/" not in p
     ]
     known["ascend.hal.real"] = sorted(set(places)) or None
     known["ascend.hal.roots"] = len({p.partition("/lib64/")[0] for p in places})
@@ -192,7 +185,7 @@ def _driver(view: View, known: dict[str, Any]) -> None:
 
 def _line(text: str | None) -> str | None:
     version = versions.parse(text)
-    return "%d.%d" % version.release[:2] if version else None
+    return ".".join(map(str, version.release[:2])) if version else None
 
 
 def _toolkit(view: View, known: dict[str, Any]) -> None:
@@ -267,9 +260,7 @@ def _masks(view: View, known: dict[str, Any]) -> None:
         ids = [int(i) for i in mask.split(",")] if good else []
         known["ascend.mask.malformed"] = not good or any(a >= b for a, b in zip(ids, ids[1:]))
         known["ascend.mask.max"] = max(ids) if ids else None
-    options = [
-        o.split(":")[0].strip() for o in (view["env.PYTORCH_NPU_ALLOC_CONF"] or "").split(",") if o.strip()
-    ]
+    options = [o.split(":")[0].strip() for o in (view["env.PYTORCH_NPU_ALLOC_CONF"] or "").split(",") if o.strip()]
     known["env.alloc_unknown"] = [o for o in options if o not in _ALLOC_950] or None
 
 
@@ -279,9 +270,7 @@ def _cuda(view: View, known: dict[str, Any]) -> None:
     known["cuda.present"] = bool(nodes or view["cuda.pci"] or gpus)
     known["cuda.driver.any"] = view["cuda.driver.kernel"] or (gpus[0]["driver"] if gpus else None)
     known["cuda.libcuda_compat"] = any("/compat/" in p for p in view["cuda.libcuda"] or [])
-    known["cuda.eperm"] = [
-        n for n, how in sorted((view["cuda.node_access"] or {}).items()) if how == "EPERM"
-    ] or None
+    known["cuda.eperm"] = [n for n, how in sorted((view["cuda.node_access"] or {}).items()) if how == "EPERM"] or None
     nvcc = view["cuda.nvcc.version"] or view["cuda.toolkit.version"]
     known["cuda.nvcc.major"] = nvcc.split(".")[0] if nvcc else None
     archs, built = view["cuda.gpu.archs"] or [], view["torch.import.archs"] or []
@@ -316,13 +305,9 @@ def _extension(view: View, known: dict[str, Any]) -> None:
     known["ext.broken"] = [lib["device"] for lib in libs if not lib["elf"] or not lib["stamped"]] or None
     known["ext.old_abi"] = any(lib.get("old_abi") for lib in libs)
     arch = view["host.arch"]
-    known["ext.other_machine"] = (
-        any(lib.get("machine", arch) != arch for lib in libs) if arch and libs else None
-    )
+    known["ext.other_machine"] = any(lib.get("machine", arch) != arch for lib in libs) if arch and libs else None
     loaded = view["ext.loaded"] or {}
-    known["ext.load_errors"] = [
-        str(loaded[d]["reason"]) for d in sorted(loaded) if loaded[d].get("reason")
-    ] or None
+    known["ext.load_errors"] = [str(loaded[d]["reason"]) for d in sorted(loaded) if loaded[d].get("reason")] or None
 
 
 def _proofs(view: View, known: dict[str, Any]) -> None:
@@ -330,9 +315,7 @@ def _proofs(view: View, known: dict[str, Any]) -> None:
     for key in sorted(k for k in view.facts if k.startswith("proof.")):
         proof = view[key]
         if proof is not None and not proof_good(proof):
-            failures.append(
-                "{}: {}".format(key[6:], proof.get("error") if not proof["ok"] else "the result is wrong")
-            )
+            failures.append("{}: {}".format(key[6:], proof.get("error") if not proof["ok"] else "the result is wrong"))
     known["proof.failed"] = failures or None
 
 

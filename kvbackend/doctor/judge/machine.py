@@ -26,9 +26,7 @@ def _memory(view: View) -> Row | None:
     if not memory:
         return None
     if limit and limit < memory:
-        return ok(
-            "{memory} memory, limited to {limit} by the control group", memory=gib(memory), limit=gib(limit)
-        )
+        return ok("{memory} memory, limited to {limit} by the control group", memory=gib(memory), limit=gib(limit))
     return (
         ok("{memory} memory, {cpus} CPUs", memory=gib(memory), cpus=view["host.cpus"])
         if view["host.cpus"]
@@ -42,8 +40,7 @@ def _shm(view: View) -> Row | None:
         return None
     if size < 1 << 30 and view["host.container"]:
         return info(
-            "/dev/shm has {size}; engines with several processes want more: start the container with "
-            "--shm-size",
+            "/dev/shm has {size}; engines with several processes want more: start the container with --shm-size",
             size=gib(size),
         )
     return ok("/dev/shm {size}", size=gib(size))
@@ -64,9 +61,7 @@ def _probes(view: View) -> Row | None:
 def _dists(view: View) -> Row | None:
     dists = view["py.dists"] or {}
     named = [
-        f"{n} {dists[n]}"
-        for n in ("vllm", "vllm-ascend", "sglang", "transformers", "flashinfer-python")
-        if n in dists
+        f"{n} {dists[n]}" for n in ("vllm", "vllm-ascend", "sglang", "transformers", "flashinfer-python") if n in dists
     ]
     return ok("{value}", value=listed(named)) if named else None
 

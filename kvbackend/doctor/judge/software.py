@@ -73,8 +73,7 @@ def _present(view: View) -> Row | None:
     libs = view["ext.libs"]
     if not libs:
         return info(
-            "no compiled kernels; ops run on the slow torch reference: build them with pip install "
-            "--no-build-isolation"
+            "no compiled kernels; ops run on the slow torch reference: build them with pip install --no-build-isolation"
         )
     return ok("kernels for {devices}", devices=listed([lib["device"] for lib in libs]))
 
@@ -120,9 +119,7 @@ def _proof(view: View) -> Row | None:
         return blocked("no end of the round trip on {cards}", cards=listed(late))
     good = [f"{n[6:]} ({_how(view[n])})" for n in names if view[n] is not None and proof_good(view[n])]
     return (
-        ok("write, attention and read-back agree with the reference on {cards}", cards=listed(good))
-        if good
-        else None
+        ok("write, attention and read-back agree with the reference on {cards}", cards=listed(good)) if good else None
     )
 
 

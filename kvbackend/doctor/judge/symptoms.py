@@ -26,9 +26,7 @@ def log_of(view: View) -> str:
     for key in sorted(view.facts):
         fact = view.facts[key]
         answer = fact.get("value")
-        if fact["state"] in ("unparsed", "timeout") or (
-            isinstance(answer, dict) and answer.get("ok") is False
-        ):
+        if fact["state"] in ("unparsed", "timeout") or (isinstance(answer, dict) and answer.get("ok") is False):
             parts += [str(fact.get("error", "")), str(fact.get("raw", ""))]
             parts.append(str(answer.get("error", "")) if isinstance(answer, dict) else "")
     parts += view["ext.load_errors"] or []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 from kvbackend.compat import versions
 
@@ -19,7 +20,7 @@ def key_values(text: str, separator: str = "=") -> dict[str, str]:
     return found
 
 
-def version_info(text: str) -> dict[str, object] | None:
+def version_info(text: str) -> dict[str, Any] | None:
     """A `version.info` of any package: version, release, and what the package requires of others."""
     pairs = key_values(text)
     version = pairs.get("Version")
@@ -48,10 +49,11 @@ def numbering_is_public(version: str) -> bool:
 
 
 def package_name(name: str) -> str:
+    """A CANN package's name, which files write with `_` or `-`."""
     return name.replace("-", "_").lower()
 
 
-def install_info(text: str) -> dict[str, object] | None:
+def install_info(text: str) -> dict[str, Any] | None:
     """An `ascend_*_install.info`: release, inner version, path, and the inner versions it is compatible with."""
     pairs = key_values(text)
     version = pairs.get("version", "")
@@ -130,6 +132,7 @@ def host_config_gcc(text: str) -> int:
 
 
 def os_release(text: str) -> str:
+    """The distribution's own name for itself."""
     pairs = key_values(text)
     return pairs.get("PRETTY_NAME") or " ".join(filter(None, (pairs.get("NAME"), pairs.get("VERSION_ID"))))
 
@@ -149,5 +152,6 @@ def status_field(text: str, name: str) -> str:
 
 
 def meminfo_bytes(text: str) -> int:
+    """The total memory in `/proc/meminfo`, 0 when it does not say."""
     match = re.search(r"^MemTotal:\s+(\d{1,15}) kB", text, re.M)
     return int(match.group(1)) * 1024 if match else 0

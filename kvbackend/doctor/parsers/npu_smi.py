@@ -19,6 +19,7 @@ _ERRORS = (
 
 
 def clean(text: str) -> str:
+    """Text without colour codes."""
     return _ANSI.sub("", text)
 
 
@@ -97,13 +98,7 @@ def _chip(top: list[list[str]], bottom: list[list[str]], header: list[list[str]]
 
 
 def _process(cells: list[list[str]], processes: list[dict[str, Any]]) -> None:
-    if (
-        len(cells) < 4
-        or not cells[0]
-        or not cells[1]
-        or not cells[0][0].isdigit()
-        or not cells[1][0].isdigit()
-    ):
+    if len(cells) < 4 or not cells[0] or not cells[1] or not cells[0][0].isdigit() or not cells[1][0].isdigit():
         return
     memory = cells[3][0] if cells[3] else ""
     processes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+
 _NVML_ERRORS = (
     ("mismatch", "Driver/library version mismatch"),
     ("unknown", "Failed to initialize NVML: Unknown Error"),

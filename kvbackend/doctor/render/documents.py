@@ -24,11 +24,9 @@ def ci(report: Report, words: Words) -> list[str]:
             ),
         ]
         shown = " ".join(f"{k}={_quoted(v)}" for k, v in pairs if v)
-        lines.append(
-            "{} {} id={} {}".format(finding["severity"].upper(), finding["check"], finding["id"], shown)
-        )
-    counts = " ".join("%s=%d" % (s, report.verdict.summary[s]) for s in ("fail", "warn", "unknown", "skip"))
-    return [*lines, "verdict=%s %s exit=%d" % (report.verdict.verdict, counts, report.exit_code)]
+        lines.append("{} {} id={} {}".format(finding["severity"].upper(), finding["check"], finding["id"], shown))
+    counts = " ".join(f"{s}={report.verdict.summary[s]}" for s in ("fail", "warn", "unknown", "skip"))
+    return [*lines, f"verdict={report.verdict.verdict} {counts} exit={report.exit_code}"]
 
 
 def _quoted(text: str) -> str:
@@ -95,15 +93,11 @@ def markdown(report: Report, words: Words) -> str:
                 "- {}: {}".format(words("do"), words(remedy["text"]))
                 + ("  \n  `{}`".format(remedy["command"]) if remedy.get("command") else "")
             )
-        lines += (
-            ["- {}: {}".format(words("source"), finding["rule"]["source"])] if finding.get("rule") else []
-        )
+        lines += ["- {}: {}".format(words("source"), finding["rule"]["source"])] if finding.get("rule") else []
         lines.append("")
     lines += ["| | check | |", "|---|---|---|"]
     lines += [
-        "| {} | {} | {} |".format(
-            marks[c["status"]], c["id"], words(c["text"]).replace("|", "\\|").replace("\n", " ")
-        )
+        "| {} | {} | {} |".format(marks[c["status"]], c["id"], words(c["text"]).replace("|", "\\|").replace("\n", " "))
         for c in report.checks
     ]
     table = report.facts.get("ops.table", {}).get("value") or []
@@ -116,9 +110,7 @@ def markdown(report: Report, words: Words) -> str:
             for r in table
         ]
     text = json.dumps(digest(report), indent=1, ensure_ascii=False)
-    return "\n".join(
-        [*lines, "", "<details><summary>digest</summary>", "", "```json", text, "```", "</details>", ""]
-    )
+    return "\n".join([*lines, "", "<details><summary>digest</summary>", "", "```json", text, "```", "</details>", ""])
 
 
 def script(report: Report, words: Words) -> str:
@@ -132,9 +124,7 @@ def script(report: Report, words: Words) -> str:
         lines += ["# [{}] {}: {}".format(finding["severity"], finding["id"], words(finding["cause"]))]
         for remedy in finding["remedy"]:
             lines.append(
-                "#   {} ({}, {})".format(
-                    words(remedy["text"]), remedy.get("where", "here"), remedy.get("risk", "none")
-                )
+                "#   {} ({}, {})".format(words(remedy["text"]), remedy.get("where", "here"), remedy.get("risk", "none"))
             )
             command = remedy.get("command")
             if command:

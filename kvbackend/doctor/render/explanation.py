@@ -17,10 +17,7 @@ _COST = {"static": "files only", "import": "seconds, in a child", "device": "use
 def list_checks(words: Words) -> list[str]:
     """Every check: id, section, level, cost."""
     size = max(len(c.id) for c in CHECKS) + 2
-    return [
-        "%s%-13s%-8s%-20s%s" % (c.id.ljust(size), c.section, c.level, words(_COST[c.level]), words(c.about))
-        for c in CHECKS
-    ]
+    return [f"{c.id:{size}}{c.section:13}{c.level:8}{words(_COST[c.level]):20}{words(c.about)}" for c in CHECKS]
 
 
 def explain_id(id: str, diagnoses: dict[str, Any], words: Words) -> list[str] | None:

@@ -35,9 +35,7 @@ def paint(lines: list[Line], color: bool, stream: IO[str]) -> None:
         except ImportError:
             text = "\n".join("".join(_escape(t, s) for t, s in line) for line in lines)
         else:
-            console = Console(
-                file=stream, force_terminal=True, highlight=False, soft_wrap=True, legacy_windows=False
-            )
+            console = Console(file=stream, force_terminal=True, highlight=False, soft_wrap=True, legacy_windows=False)
             for line in lines:
                 console.print(Text.assemble(*line))
             return

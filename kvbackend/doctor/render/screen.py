@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbackend.doctor.judge.check import SECTIONS
 from kvbackend.doctor.render.words import Words, cells, count, wrap
-from kvbackend.doctor.report import Report
+from kvbackend.doctor.report import EXIT_INTERRUPTED, Report
 
 Line = list[tuple[str, str]]
 _STYLE = {
@@ -23,9 +23,7 @@ _STYLE = {
 _INDENT = 13
 
 
-def screen(
-    report: Report, words: Words, width: int = 100, detail: int = 0, quiet: bool = False
-) -> list[Line]:
+def screen(report: Report, words: Words, width: int = 100, detail: int = 0, quiet: bool = False) -> list[Line]:
     """Lines for a terminal; `detail` 1 shows every check, 2 also evidence, timing and the files that were read."""
     lines: list[Line] = []
     if not quiet:
@@ -44,7 +42,7 @@ def screen(
         lines += [[], *ops_table(table, words, width, detail)]
     if detail > 1:
         lines += [[]] + [[(words("read  "), "dim"), (path, "dim")] for path in report.files_read]
-    return [*lines, [], *_end(report, words, width)]
+    return [*lines, *([[]] if lines else []), *_end(report, words, width)]
 
 
 def _head(report: Report, words: Words) -> list[Line]:
@@ -71,8 +69,7 @@ def _section(section: str, report: Report, words: Words, width: int, detail: int
             shown.append(("ok", [", ".join(words(c["text"]) for c in merged)], {}))
         for row in rows:
             if row["status"] in ("warn", "fail") or (
-                not quiet
-                and (row["status"] in ("unknown", "info") or (row["status"] == "skip" and "because" in row))
+                not quiet and (row["status"] in ("unknown", "info") or (row["status"] == "skip" and "because" in row))
             ):
                 shown.append((row["status"], [words(row["text"])], row))
     lines: list[Line] = []
@@ -125,9 +122,7 @@ def _finding(finding: dict[str, Any], words: Words, width: int, hang: str, said:
 def _labelled(label: str, text: str, words: Words, width: int, hang: str) -> list[Line]:
     lines: list[Line] = []
     for i, part in enumerate(wrap(text, max(40, width - len(hang) - 7))):
-        lines.append(
-            [(hang + (" " * 2 + label + " " * (5 - cells(label)) if not i else " " * 7), "dim"), (part, "")]
-        )
+        lines.append([(hang + (" " * 2 + label + " " * (5 - cells(label)) if not i else " " * 7), "dim"), (part, "")])
     return lines
 
 
@@ -200,7 +195,7 @@ def ops_table(table: list[dict[str, Any]], words: Words, width: int, detail: int
 def _end(report: Report, words: Words, width: int) -> list[Line]:
     summary, seconds = report.verdict.summary, report.run["seconds"]
     quiet_skips = sum(1 for c in report.checks if c["status"] == "skip" and "because" not in c)
-    summary = {**summary, "skip": summary["skip"] - quiet_skips}    # what the purpose does not need is no news
+    summary = {**summary, "skip": summary["skip"] - quiet_skips}  # what the purpose does not need is no news
     parts = [
         count(words, summary[s], one, many)
         for s, one, many in (
@@ -221,16 +216,22 @@ def _end(report: Report, words: Words, width: int) -> list[Line]:
             s=f"{seconds:.1f}",
         )
         return [[(text, "bold green")]]
+    if not report.checks and report.primary:
+        return [[(words(report.primary["cause"]), "bold red")], [(words(report.primary["remedy"][0]["text"]), "")]]
     style = {"fail": "bold red", "warn": "bold yellow"}.get(report.verdict.verdict, "bold cyan")
-    text = words("{parts} in {s} s.", parts=", ".join(parts), s=f"{seconds:.1f}")
+    text = words("{parts} in {s} s.", parts=", ".join(parts) or words("nothing wrong"), s=f"{seconds:.1f}")
     if report.verdict.verdict == "inconclusive":
-        text += " " + words("No verdict: a check that it needs gave no answer.")
+        interrupted = report.exit_code == EXIT_INTERRUPTED
+        text += " " + words(
+            "interrupted: what was finished is shown"
+            if interrupted
+            else "No verdict: a check that it needs gave no answer."
+        )
     lines: list[Line] = [[(text, style)]]
     first = report.primary
     if first and first["remedy"]:
         lines += [
-            [(part, "bold")]
-            for part in wrap(words("Start here: {do}", do=words(first["remedy"][0]["text"])), width)
+            [(part, "bold")] for part in wrap(words("Start here: {do}", do=words(first["remedy"][0]["text"])), width)
         ]
         lines.append([(words("More: kvbackend doctor --explain {id}", id=first["id"]), "dim")])
     lines.append([(words("For a bug report: kvbackend doctor --report"), "dim")])

@@ -75,4 +75,5 @@ def _words(text: str) -> list[str]:
 
 
 def count(words: Words, number: int, one: str, many: str) -> str:
+    """`one` or `many` with the number filled in."""
     return words(one if number == 1 else many, n=number)

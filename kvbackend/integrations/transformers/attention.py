@@ -112,7 +112,13 @@ def attention(
     A forward without a cache runs over pages that live for this call.
     """
     mask = _need_expressible(module, attention_mask, dropout, kwargs)
-    latent = getattr(module, "expand_kv", None) is latent_rows
+    expand = getattr(module, "expand_kv", None)
+    latent = expand is latent_rows
+    if expand is not None and not latent:
+        raise ArgumentError(
+            f"{type(module).__name__} expands its latent rows; kvbackend caches them as they are: call patch(model), "
+            f"which also sets the attention"
+        )
     layer = getattr(key, HANDLE, None) or _layer_of_one_call(query, key, value)
     owner = layer.owner
     dims = key.shape[1], key.shape[-1], value.shape[-1]

@@ -144,7 +144,9 @@ class PagedCache(Cache):
 
     # what attention.py asks
 
-    def step(self, layer: PagedLayer, spec: GqaLayer | MlaLayer, query: Tensor, mask: Tensor, dtype: torch.dtype) -> Step:
+    def step(
+        self, layer: PagedLayer, spec: GqaLayer | MlaLayer, query: Tensor, mask: Tensor, dtype: torch.dtype
+    ) -> Step:
         """The forward's step; the first layer that asks reserves the slots of all, or raises with nothing changed."""
         batch, new = query.shape[0], query.shape[2]
         if self._step is None or self._step.length != layer.length:
@@ -174,7 +176,8 @@ class PagedCache(Cache):
         batch, new = shape
         if self._rows and len(self._rows) != batch:
             raise ArgumentError(
-                f"the batch has {batch} rows; this cache holds {len(self._rows)}: make a cache for each batch, or reset() it"
+                f"the batch has {batch} rows; this cache holds {len(self._rows)}: make a cache for each batch, or "
+                f"reset() it"
             )
         if mask.shape[-1] != length:
             raise ArgumentError(
@@ -185,8 +188,8 @@ class PagedCache(Cache):
         past = length - new
         if self._seen is not None and not torch.equal(real[:, :past], self._seen[:, :past]):
             raise ArgumentError(
-                "attention_mask now calls other cached tokens padding than when they came; padding is not stored, so that "
-                "cannot change: pass the mask of the earlier call, extended"
+                "attention_mask now calls other cached tokens padding than when they came; padding is not stored, so "
+                "that cannot change: pass the mask of the earlier call, extended"
             )
         counts = real[:, past:].sum(1).tolist()
         if self.pages is None:

