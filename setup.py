@@ -28,8 +28,9 @@ COMMON_FLAGS = [
 ]  # fmt: skip
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # for the files that register such a variant
 # plain first: where the linker meets one inline function several times it keeps the first, which every CPU can run
-VARIANTS = {"plain": [], "avx2": AVX2, "avx512": AVX512} if X86 else {"plain": []}
+VARIANTS = {"plain": [], "avx2": AVX2, "avx512": AVX512, "amx": AMX} if X86 else {"plain": []}
 
 
 class NotBuilt(Exception):
@@ -42,29 +43,45 @@ def cpu_library(build: Path, target: Path) -> None:
     ops = sorted(path for path in (SOURCES / "cpu").glob("*.cpp") if path.stem in schemas)
     stamp = "\\n".join(schemas[path.stem].replace('"', '\\"') for path in ops)
     build.mkdir(parents=True, exist_ok=True)
-    (build / "stamp.h").write_text(f'#define KVBACKEND_STAMP "{stamp}"\n')
+    write_if_changed(build / "stamp.h", f'#define KVBACKEND_STAMP "{stamp}"\n')
     includes = [f"-I{path}" for path in (build, *torch_includes())]
     common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if X86 else [])]
     jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain"])]
     for variant, flags in VARIANTS.items():
         registers = ["-DKVBACKEND_REGISTERS"] if variant == "plain" else []
         for path in ops:
+            if variant == "amx" and "KVBACKEND_REGISTER_AMX" not in path.read_text():
+                continue
             output = build / f"{path.stem}.{variant}.o"
             jobs.append((path, output, [f"-DKVBACKEND_ISA={variant}", *registers, *flags]))
     compiler = os.environ.get("CXX", "c++")
-    headers = max(path.stat().st_mtime for path in [*SOURCES.glob("*/*.h"), build / "stamp.h", ROOT / "setup.py"])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda job: compile_one(compiler, common, headers, *job), jobs))
+        list(pool.map(lambda job: compile_one(compiler, common, *job), jobs))
     target.parent.mkdir(parents=True, exist_ok=True)
     objects = [str(output) for _, output, _ in jobs]
     libraries = [f"-L{path}" for path in torch_library_paths()] + ["-ltorch_cpu", "-ltorch", "-lc10"]
-    run([compiler, "-shared", "-Wl,-soname," + target.name, *objects, *libraries, "-o", str(target)])
+    linked = target.with_suffix(".tmp")
+    run([compiler, "-shared", "-Wl,-soname," + target.name, *objects, *libraries, "-o", str(linked)])
+    linked.replace(target)  # whoever has the old library mapped keeps it
 
 
-def compile_one(compiler: str, common: list[str], headers: float, source: Path, output: Path, flags: list[str]) -> None:
-    if output.exists() and output.stat().st_mtime > max(source.stat().st_mtime, headers):
-        return
-    run([compiler, *common, *flags, "-c", str(source), "-o", str(output)])
+def compile_one(compiler: str, common: list[str], source: Path, output: Path, flags: list[str]) -> None:
+    """Compile one file, unless its object was made by the same command and is newer than all it was made from."""
+    made_from, made_by = output.with_suffix(".d"), output.with_suffix(".cmd")
+    command = [compiler, *common, *flags, "-MMD", "-MF", str(made_from), "-c", str(source), "-o", str(output)]
+    if made_by.exists() and made_by.read_text() == " ".join(command):
+        # the compiler wrote "object: source header header ..."
+        inputs = [Path(name) for name in made_from.read_text().replace("\\\n", " ").split()[1:]]
+        if output.stat().st_mtime > max(path.stat().st_mtime if path.exists() else float("inf") for path in inputs):
+            return
+    made_by.unlink(missing_ok=True)
+    run(command)
+    made_by.write_text(" ".join(command))
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
 
 
 def run(command: list[str]) -> None:
@@ -111,7 +128,6 @@ class BuildLibraries(build_ext):
         self.built = []
         for device, build in LIBRARIES.items():
             target = place / "kvbackend" / "_lib" / f"libkvbackend_{device}.so"
-            target.unlink(missing_ok=True)
             try:
                 import torch
 
@@ -120,6 +136,7 @@ class BuildLibraries(build_ext):
                 build(ROOT / "build" / f"{device}-{platform.machine()}", target)
                 self.built.append(device)
             except (NotBuilt, ImportError) as error:
+                target.unlink(missing_ok=True)  # an older one would hide that this one is not built
                 print(f"kvbackend: the {device} kernels are NOT built; the references will run.\n{error}", file=sys.stderr)
         super().run()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import cache, doctor, formats, layouts, ops, rope
+    from . import cache, compress, doctor, formats, layouts, ops, rope
     from .dispatch import explain, use
     from .errors import ArgumentError, UnsupportedError
     from .planner import plan
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _LAZY: dict[str, tuple[str, str | None]] = {
     "ops": ("ops", None),
     "cache": ("cache", None),
+    "compress": ("compress", None),
     "doctor": ("doctor", None),
     "formats": ("formats", None),
     "layouts": ("layouts", None),
@@ -35,6 +36,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "cache",
+    "compress",
     "doctor",
     "explain",
     "formats",

@@ -90,7 +90,7 @@ def dispatch_overhead(names: Iterable[str] = ("reshape_and_cache", "paged_attent
             continue
         values = tuple(op.bind((), args).values())
         plain, resolved = kernel(op), op.resolve(**args)
-        candidates = {"plain torch.ops call": plain, "automatic": op, "resolved": resolved}
+        candidates: dict[str, Callable[..., Any]] = {"plain torch.ops call": plain, "automatic": op, "resolved": resolved}
         with torch.no_grad():
             times = interleaved({case: partial(function, *values) for case, function in candidates.items()})
         base = times["plain torch.ops call"]

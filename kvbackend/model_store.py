@@ -134,7 +134,7 @@ def convert(gguf: Path, folder: Path, progress: Progress) -> None:
         progress("reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(**source)
         progress("dequantizing the weights")
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except (ValueError, KeyError, IndexError, NotImplementedError, struct.error) as error:  # cut off, or unknown to it
         raise ArgumentError(
             f"{gguf} cannot be converted ({error}); it must be whole, of an architecture that transformers "

@@ -23,6 +23,15 @@ WORDS = ["<eos>", *(f"w{i}" for i in range(60))]
 LAYERS, HEADS, DIM = 2, 2, 8  # cached heads of the tiny model
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads that wait for each other slow a busy machine down."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny random Llama with a tokenizer of words, as a Hugging Face folder."""
@@ -128,6 +137,16 @@ def test_text_streams_and_ends_with_a_table(run, folder):
     ):  # fmt: skip
         assert text in out
     assert "warming up" in err
+
+
+def test_bar_on_a_terminal(run, folder, monkeypatch):
+    pytest.importorskip("rich", reason="rich is not installed; without it loading is shown line by line")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
+    code, out, err = run("--model", folder, "--json", "w1", "--max-new-tokens", 2)
+    assert code == 0
+    assert json.loads(out)["model"] == "tiny"
+    assert "4/4" in err
+    assert "kvbackend run:" not in err
 
 
 def test_one_token_has_no_decode_rate(run, folder):

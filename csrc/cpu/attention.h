@@ -11,12 +11,13 @@
 //   int64_t heads(), kv_heads(), dim(), value_dim();
 //   static constexpr bool kValuesAreKeys;            a value is the first value_dim numbers of its key
 //   bool in_place();                                 rows can be read where they lie: key_row and value_row
-//   void load_query(token, head, float* out);
+//   bool stored();                                   keys are as the cache holds them
+//   void load_query(token, head, E* out);            E is float, or T
 //   void locate(Keys&, int64_t n);                   from key n's block and slot: where its rows are
 //   bool in_order();                                 positions are indices within the sequence
 //   int64_t position(block, slot);                   where they are not
 //   const T* key_row(keys, n, head), *value_row(keys, n, head);
-//   void load_key(keys, n, head, float* out), load_value(keys, n, head, float* out);
+//   void load_key(keys, n, head, E* out), load_value(keys, n, head, E* out);
 //   void prefetch(keys, head, Prefetcher&);           names the rows that will be wanted next
 //   bool bias(keys, head, float* out);               what is added to the logits of each key; false: nothing
 #pragma once
@@ -28,6 +29,9 @@
 
 #include "kernel.h"
 #include "simd.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
 
 namespace kvbackend::KVBACKEND_ISA {
 
@@ -144,25 +148,30 @@ struct Task {
 // step: a core needs several streams in flight to get its share of the memory's bandwidth.
 class Prefetcher {
  public:
-  void clear() { count_ = next_ = line_ = 0; }
+  void clear() { count_ = next_ = line_ = total_ = 0, pace_ = 1; }
 
   void add(const void* row, int64_t bytes) {
     rows_[count_] = static_cast<const char*>(row);
     bytes_[count_++] = bytes;
+    total_ += bytes;
   }
 
+  // All of it in that many steps.
+  void finish_within(int64_t steps) { pace_ = total_ / (4 * kLine * steps) + 1; }
+
   void step() {
-    if (next_ >= count_) return;
-    for (int64_t i = next_; i < next_ + 4; ++i) __builtin_prefetch(rows_[i] + line_, 0, 2);
-    line_ += kLine;
-    if (line_ >= bytes_[next_]) {
-      line_ = 0;
-      next_ += 4;
+    for (int64_t turn = 0; turn < pace_ && next_ < count_; ++turn) {
+      for (int64_t i = next_; i < next_ + 4; ++i) __builtin_prefetch(rows_[i] + line_, 0, 2);
+      line_ += kLine;
+      if (line_ >= bytes_[next_]) {
+        line_ = 0;
+        next_ += 4;
+      }
     }
   }
 
  private:
-  int64_t count_ = 0, next_ = 0, line_ = 0;
+  int64_t count_ = 0, next_ = 0, line_ = 0, total_ = 0, pace_ = 1;
   const char* rows_[2 * kTile + 4] = {};  // the last group of four may be short: then old rows fill it
   int64_t bytes_[2 * kTile + 4] = {};
 };
@@ -350,6 +359,14 @@ inline void soften(float* scores, int64_t count, int64_t width, float* peak, flo
 
 // ----------------------------------------------------------------------------------------------------------- a task
 
+#if defined(__AMX_BF16__)
+template <class T>
+constexpr bool kTiles = std::is_same_v<T, bf16>;
+#else
+template <class T>
+constexpr bool kTiles = false;
+#endif
+
 // What a thread needs to work on tasks, one after the other.
 template <class T, class Source>
 class Worker {
@@ -369,7 +386,9 @@ class Worker {
         bias_(kTile),
         row_(std::max(dim_, value_dim_)),
         key_rows_(kTile * dim_),
-        value_rows_(Source::kValuesAreKeys ? 0 : kTile * value_dim_) {}
+        value_rows_(Source::kValuesAreKeys ? 0 : kTile * value_dim_),
+        packed_values_(kTiles<T> ? kTile * value_dim_ : 0),
+        packed_weights_(kTiles<T> ? kTile * kRows : 0) {}
 
   // Calls finish(token, head, peak, total, values) for every row.
   template <class F>
@@ -378,6 +397,7 @@ class Worker {
     sequence_ = &sequence;
     width_ = width_of(task.rows());
     in_place_ = source_.in_place() && width_ < kLanes;
+    tiled_ = kTiles<T> && source_.stored() && width_ >= kLanes;
     start();
     Keys found[2];
     locate(task.begin, found[0]);
@@ -390,7 +410,9 @@ class Worker {
         ahead_.clear();
         const bool last = head + 1 == task.heads;
         source_.prefetch(last ? next : keys, task.first_head + (last ? 0 : head + 1), ahead_);
-        if (in_place_) {
+        if (tiled_) {
+          attend_tiled(keys, head);
+        } else if (in_place_) {
           attend_in_place(keys, head);
         } else {
           attend_loaded(keys, head);
@@ -417,8 +439,9 @@ class Worker {
     std::fill_n(static_cast<float*>(total_), task.heads * state_width(), 0.0f);
     std::fill_n(static_cast<float*>(peak_), task.heads * state_width(), -kInfinity);
     for (int64_t head = 0; head < task.heads; ++head) {
-      for (int64_t row = 0; row < task.rows(); ++row) {
-        source_.load_query(token(row), query_head(head, row), row_);
+      if (tiled_) start_tiled(head);
+      for (int64_t row = 0; !tiled_ && row < task.rows(); ++row) {
+        source_.load_query(token(row), query_head(head, row), static_cast<float*>(row_));
         for (int64_t d = 0; d < source_.dim(); ++d) row_[d] *= rule_.scale;
         float* queries = queries_ + head * width_ * dim_;
         if (width_ >= kLanes) {
@@ -487,6 +510,53 @@ class Worker {
     attend(keys, head, key, value);
   }
 
+#if defined(__AMX_BF16__)
+  static bf16* as_bf16(float* data) { return reinterpret_cast<bf16*>(data); }
+
+  // Queries of one kv head as tiles, not scaled: so they are exact. The key rows serve as scratch.
+  void start_tiled(int64_t head) {
+    bf16* rows = as_bf16(key_rows_);
+    std::fill_n(static_cast<float*>(key_rows_), kTile * dim_, 0.0f);
+    for (int64_t row = 0; row < task_->rows(); ++row) {
+      if constexpr (kTiles<T>) source_.load_query(token(row), query_head(head, row), rows + row * dim_);
+    }
+    for (int64_t row = 0; row < width_; row += kSide)
+      pack_queries(rows + row * dim_, dim_, as_bf16(queries_ + head * width_ * dim_) + row * dim_);
+  }
+
+  // As attend, in tiles. Weights are rounded to bf16.
+  void attend_tiled(const Keys& keys, int64_t head) {
+    if constexpr (kTiles<T>) {
+      const TileScope scope;
+      bf16* key = as_bf16(key_rows_);
+      bf16* value = Source::kValuesAreKeys ? key : as_bf16(value_rows_);
+      for (int64_t n = 0; n < keys.count; ++n) {
+        source_.load_key(keys, n, task_->first_head + head, key + n * dim_);
+        if (!Source::kValuesAreKeys) source_.load_value(keys, n, task_->first_head + head, value + n * value_dim_);
+      }
+      const int64_t count = keys.count, row_tiles = width_ / kSide, key_tiles = kTile / kDepth;
+      ahead_.finish_within(dim_ / 16 + kTile / 2 + row_tiles * value_dim_ / 32);
+      score_tiles(as_bf16(queries_ + head * width_ * dim_), dim_, key, count, scores_, width_, ahead_);
+      adjust(keys, head);
+      soften(scores_, count, width_, peak_ + head * width_, total_ + head * width_, decay_);
+      float* sums = sums_ + head * width_ * value_dim_;
+      for (int64_t row = 0; row < width_; ++row) {
+        if (decay_[row] == 1.0f) continue;
+        for (int64_t d = 0; d < value_dim_; ++d) sums[row * value_dim_ + d] *= decay_[row];
+      }
+      pack_weights(scores_, width_, count, key_tiles, as_bf16(packed_weights_));
+      pack_values(value, Source::kValuesAreKeys ? dim_ : value_dim_, value_dim_, count, as_bf16(packed_values_), ahead_);
+      weigh_tiles(as_bf16(packed_weights_), key_tiles, width_, as_bf16(packed_values_), count, value_dim_, sums, ahead_);
+    }
+  }
+
+  void from_tiled(const float* values) { from_tiles(values, value_dim_, row_); }
+#else
+  void start_tiled(int64_t) {}
+  void attend_tiled(const Keys&, int64_t) {}
+  void from_tiled(const float*) {}
+#endif
+
   // A tile of keys and one kv head: scores, weights, values.
   template <class E>
   void attend(const Keys& keys, int64_t head, const E* const* key, const E* const* value) {
@@ -508,8 +578,11 @@ class Worker {
     weigh_rows(scores_, width_, value, keys.count, task_->rows(), value_dim_, decay_, sums, ahead_);
   }
 
-  // Softcap, bias and mask, where there are any.
+  // Scale, softcap, bias and mask, where there are any.
   void adjust(const Keys& keys, int64_t head) {
+    if (tiled_) {
+      for (int64_t i = 0; i < keys.count * width_; i += kLanes) store(scores_ + i, rule_.scale * load(scores_ + i));
+    }
     if (rule_.softcap > 0) {
       const float inverse = 1.0f / rule_.softcap;
       for (int64_t i = 0; i < keys.count * width_; i += kLanes)
@@ -537,7 +610,11 @@ class Worker {
       float sum = 0;
       for (int64_t i = row; i < state_width(); i += width_) sum += total[i];
       const float* values = sums_ + (head * width_ + row) * value_dim_;
-      in_place_ ? from_pairs<T>(values, value_dim_, row_) : from_pairs<float>(values, value_dim_, row_);
+      if (tiled_) {
+        from_tiled(values);
+      } else {
+        in_place_ ? from_pairs<T>(values, value_dim_, row_) : from_pairs<float>(values, value_dim_, row_);
+      }
       finish(token(row), query_head(head, row), peak[row], sum, row_);
     }
   }
@@ -550,14 +627,15 @@ class Worker {
   const Floats sums_;              // [heads, width, value_dim]
   const Floats peak_, total_;      // [heads, max(width, kLanes)]
   const Floats decay_, scores_, bias_, row_;
-  const Floats key_rows_, value_rows_;
+  const Floats key_rows_, value_rows_;            // a tile's, where they are not read in place
+  const Floats packed_values_, packed_weights_;  // the same for tiles
   std::vector<Bound> bounds_;  // of each query
   Bound all_;                  // what all queries attend to
   Prefetcher ahead_;
   const Task* task_ = nullptr;
   const Sequence* sequence_ = nullptr;
   int64_t width_ = 0;
-  bool in_place_ = false;
+  bool in_place_ = false, tiled_ = false;
 };
 
 // ------------------------------------------------------------------------------------------------------ the results

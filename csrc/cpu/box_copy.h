@@ -37,11 +37,11 @@ class BoxCopy {
   void operator()(const char* from, char* to) const { copy(dims_.size(), from, to); }
 
   // The same copy in parts that several threads can take.
-  int64_t parts() const { return dims_.empty() ? (run_ + PART - 1) / PART : dims_.back().size; }
+  int64_t parts() const { return dims_.empty() ? (run_ + kPart - 1) / kPart : dims_.back().size; }
 
   void copy_part(int64_t part, const char* from, char* to) const {
     if (dims_.empty()) {
-      std::memcpy(to + part * PART, from + part * PART, std::min(PART, run_ - part * PART));
+      std::memcpy(to + part * kPart, from + part * kPart, std::min(kPart, run_ - part * kPart));
     } else {
       copy(dims_.size() - 1, from + part * dims_.back().from, to + part * dims_.back().to);
     }
@@ -51,7 +51,7 @@ class BoxCopy {
   struct Dim {
     int64_t size, from, to;  // strides in bytes
   };
-  static constexpr int64_t PART = 1 << 16;
+  static constexpr int64_t kPart = 1 << 16;
 
   // the innermost `depth` dims
   void copy(size_t depth, const char* from, char* to) const {

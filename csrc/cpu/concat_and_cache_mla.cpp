@@ -5,7 +5,7 @@ namespace kvbackend::KVBACKEND_ISA {
 
 void concat_and_cache_mla(const Tensor& ckv, const Tensor& kpe, const Tensor& ckv_cache, const Tensor& kpe_cache,
                           const Tensor& slot_mapping, const std::string& /*kv_format*/,
-                          const std::optional<Tensor>& /*k_scale*/) {
+                          const std::optional<Tensor>& /*k_scale*/, const std::optional<Tensor>& /*k_scale_cache*/) {
   expect_rank(ckv, "ckv", 2);
   expect_rank(kpe, "kpe", 2);
   expect_rank(ckv_cache, "ckv_cache", 3);

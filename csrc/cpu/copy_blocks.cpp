@@ -4,7 +4,7 @@
 namespace kvbackend::KVBACKEND_ISA {
 
 void copy_blocks(const Tensor& cache, const Tensor& block_mapping) {
-  KVBACKEND_CHECK(cache.dim() > 1, "cache has ", cache.dim(), " dims; it must have blocks and their pages: reshape it");
+  KVBACKEND_CHECK(cache.dim() > 0, "cache has no dims; its first must be blocks: reshape it");
   copy_pages(cache, cache, block_mapping);
 }
 

@@ -5,10 +5,11 @@ namespace kvbackend::KVBACKEND_ISA {
 
 Tensor gather_cache(const Tensor& cache, const Tensor& block_table, const Tensor& cu_seqlens, int64_t num_tokens,
                     const std::optional<Tensor>& seq_starts, const std::string& /*kv_format*/,
-                    const std::optional<Tensor>& /*scale*/) {
-  KVBACKEND_CHECK(cache.dim() > 2, "cache has ", cache.dim(),
-                  " dims; it must have blocks, slots and their rows: reshape it");
-  KVBACKEND_CHECK(num_tokens >= 0, "num_tokens is ", num_tokens, "; it must be at least 0: pass the rows of the output");
+                    const std::optional<Tensor>& /*scale*/, const std::optional<Tensor>& /*scale_cache*/,
+                    const std::string& /*out_format*/) {
+  KVBACKEND_CHECK(cache.dim() > 1, "cache has ", cache.dim(), " dims; it must have blocks and slots: reshape it");
+  KVBACKEND_CHECK(num_tokens >= 0, "num_tokens is ", num_tokens,
+                  "; it must be at least 0: pass the rows of the output");
   expect_rank(block_table, "block_table", 2);
   const int64_t num_seqs = block_table.size(0), max_blocks = block_table.size(1);
   expect_shape(cu_seqlens, "cu_seqlens", {num_seqs + 1});

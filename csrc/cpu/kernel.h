@@ -3,7 +3,8 @@
 // setup.py compiles each <op>.cpp once per instruction set, with KVBACKEND_ISA naming the namespace that the code then
 // lives in: plain, avx2, avx512. So the same loops exist several times, vectorized differently, and nothing compiled
 // for a newer CPU can be reached on an older one. Only the plain build registers the op, with the variant that isa()
-// chose when the library was loaded: KVBACKEND_REGISTER(op), last in the file.
+// chose when the library was loaded: KVBACKEND_REGISTER(op), last in the file. A file that ends in
+// KVBACKEND_REGISTER_AMX(op) is compiled a fourth time, as amx.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -25,7 +26,7 @@
 
 namespace kvbackend {
 
-enum class Isa { plain, avx2, avx512 };
+enum class Isa { plain, avx2, avx512, amx };
 Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the lower one KVBACKEND_CPU_ISA names
 
 }  // namespace kvbackend
@@ -39,11 +40,19 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
   extern decltype(kvbackend::plain::op) op;    \
   }
 #define KVBACKEND_IMPL(m, op)                                                                      \
-  kvbackend::isa() == kvbackend::Isa::avx512 ? m.impl(#op, TORCH_BOX(&kvbackend::avx512::op))      \
+  kvbackend::isa() >= kvbackend::Isa::avx512 ? m.impl(#op, TORCH_BOX(&kvbackend::avx512::op))      \
   : kvbackend::isa() == kvbackend::Isa::avx2 ? m.impl(#op, TORCH_BOX(&kvbackend::avx2::op))        \
                                              : m.impl(#op, TORCH_BOX(&kvbackend::plain::op))
+#define KVBACKEND_DECLARE_AMX(op)              \
+  namespace kvbackend::amx {                   \
+  extern decltype(kvbackend::plain::op) op;    \
+  }
+#define KVBACKEND_IMPL_AMX(m, op)                                                                  \
+  kvbackend::isa() == kvbackend::Isa::amx ? m.impl(#op, TORCH_BOX(&kvbackend::amx::op)) : KVBACKEND_IMPL(m, op)
 #else
 #define KVBACKEND_DECLARE_VARIANTS(op)
+#define KVBACKEND_DECLARE_AMX(op)
+#define KVBACKEND_IMPL_AMX(m, op) KVBACKEND_IMPL(m, op)
 #define KVBACKEND_IMPL(m, op) m.impl(#op, TORCH_BOX(&kvbackend::plain::op))
 #endif
 
@@ -51,8 +60,13 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
 #define KVBACKEND_REGISTER(op)       \
   KVBACKEND_DECLARE_VARIANTS(op)     \
   STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_IMPL(m, op); }
+#define KVBACKEND_REGISTER_AMX(op)   \
+  KVBACKEND_DECLARE_VARIANTS(op)     \
+  KVBACKEND_DECLARE_AMX(op)          \
+  STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_IMPL_AMX(m, op); }
 #else
 #define KVBACKEND_REGISTER(op)
+#define KVBACKEND_REGISTER_AMX(op)
 #endif
 
 namespace kvbackend::KVBACKEND_ISA {

@@ -4,18 +4,18 @@
 namespace kvbackend::KVBACKEND_ISA {
 namespace {
 
-constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // What each part of one row counts; returns the row's lse. A part of lse -inf or +inf is empty, its weight 0.
 float merge_weights(const float* lses, int64_t num_parts, float* weights) {
-  float largest = -INF;
+  float largest = -kInfinity;
   for (int64_t n = 0; n < num_parts; ++n) {
-    weights[n] = std::isinf(lses[n]) ? -INF : lses[n];
+    weights[n] = std::isinf(lses[n]) ? -kInfinity : lses[n];
     if (weights[n] > largest || std::isnan(weights[n])) largest = weights[n];  // NaN, once there, stays
   }
   float total = 0;
   for (int64_t n = 0; n < num_parts; ++n) {
-    weights[n] = std::exp(weights[n] - (largest == -INF ? 0 : largest));
+    weights[n] = std::exp(weights[n] - (largest == -kInfinity ? 0 : largest));
     total += weights[n];
   }
   for (int64_t n = 0; n < num_parts; ++n) weights[n] /= total == 0 ? 1 : total;
@@ -23,7 +23,7 @@ float merge_weights(const float* lses, int64_t num_parts, float* weights) {
 }
 
 // How much of a row its sink leaves.
-float keep(float lse, float sink) { return lse == -INF ? 0 : 1 / (1 + std::exp(sink - lse)); }
+float keep(float lse, float sink) { return lse == -kInfinity ? 0 : 1 / (1 + std::exp(sink - lse)); }
 
 }  // namespace
 

@@ -14,7 +14,8 @@ struct Rows {  // rows of a tensor by its first two dims: [T, H, D] or [nb, bs, 
         dim(tensor.stride(2)),
         size(tensor.size(2)) {}
 
-  void load(int64_t offset, float* out) const { load_row(data + offset, dim, size, out); }
+  template <class E>
+  void load(int64_t offset, E* out) const { load_row(data + offset, dim, size, out); }
 
   const T* data;
   int64_t first, second, dim, size;
@@ -33,8 +34,10 @@ class LatentSource {
   int64_t dim() const { return ckv_.size + kpe_.size; }
   int64_t value_dim() const { return ckv_.size; }
   bool in_place() const { return false; }
+  bool stored() const { return true; }
 
-  void load_query(int64_t token, int64_t head, float* out) const {
+  template <class E>
+  void load_query(int64_t token, int64_t head, E* out) const {
     q_nope_.load(token * q_nope_.first + head * q_nope_.second, out);
     q_pe_.load(token * q_pe_.first + head * q_pe_.second, out + ckv_.size);
   }
@@ -50,11 +53,13 @@ class LatentSource {
   const T* key_row(const Keys& keys, int64_t n, int64_t /*head*/) const { return ckv_.data + keys.key[n]; }
   const T* value_row(const Keys& keys, int64_t n, int64_t /*head*/) const { return ckv_.data + keys.key[n]; }
 
-  void load_key(const Keys& keys, int64_t n, int64_t /*head*/, float* out) const {
+  template <class E>
+  void load_key(const Keys& keys, int64_t n, int64_t /*head*/, E* out) const {
     ckv_.load(keys.key[n], out);
     kpe_.load(keys.value[n], out + ckv_.size);
   }
-  void load_value(const Keys&, int64_t, int64_t, float*) const {}
+  template <class E>
+  void load_value(const Keys&, int64_t, int64_t, E*) const {}
 
   void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
     for (int64_t n = 0; n < keys.count; ++n) ahead.add(ckv_.data + keys.key[n], ckv_.size * sizeof(T));
@@ -101,4 +106,4 @@ std::tuple<Tensor, Tensor> mla_attention(const Tensor& q_nope, const Tensor& q_p
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER(mla_attention)
+KVBACKEND_REGISTER_AMX(mla_attention)

@@ -46,10 +46,13 @@ class PagedSource {
   int64_t value_dim() const { return values_.size; }
 
   bool in_place() const {
-    return !rope && keys_.dim == 1 && values_.dim == 1 && keys_.size % kPair == 0 && values_.size % kPair == 0;
+    return stored() && keys_.dim == 1 && values_.dim == 1 && keys_.size % kPair == 0 && values_.size % kPair == 0;
   }
 
-  void load_query(int64_t token, int64_t head, float* out) const {
+  bool stored() const { return !rope; }
+
+  template <class E>
+  void load_query(int64_t token, int64_t head, E* out) const {
     load_row(q_ + token * q_token_ + head * q_head_, q_dim_, keys_.size, out);
   }
 
@@ -66,15 +69,16 @@ class PagedSource {
     return values_.data + keys.value[n] + head * values_.head;
   }
 
-  void load_key(const Keys& keys, int64_t n, int64_t head, float* out) const {
+  template <class E>
+  void load_key(const Keys& keys, int64_t n, int64_t head, E* out) const {
     load_row(key_row(keys, n, head), keys_.dim, keys_.size, out);
-    if (!rope) return;
-    std::vector<float> cos_sin(rope->rotary_dim());
-    rope->load(std::clamp<int64_t>(keys.position[n], 0, rope_rows - 1), cos_sin.data());
-    rotate(out, cos_sin.data(), rope->rotary_dim(), rope_interleaved);
+    if constexpr (std::is_same_v<E, float>) {
+      if (rope) turn(keys.position[n], out);
+    }
   }
 
-  void load_value(const Keys& keys, int64_t n, int64_t head, float* out) const {
+  template <class E>
+  void load_value(const Keys& keys, int64_t n, int64_t head, E* out) const {
     load_row(value_row(keys, n, head), values_.dim, values_.size, out);
   }
 
@@ -92,6 +96,12 @@ class PagedSource {
   }
 
  private:
+  void turn(int64_t position, float* key) const {
+    std::vector<float> cos_sin(rope->rotary_dim());
+    rope->load(std::clamp<int64_t>(position, 0, rope_rows - 1), cos_sin.data());
+    rotate(key, cos_sin.data(), rope->rotary_dim(), rope_interleaved);
+  }
+
   const T* q_;
   int64_t q_token_, q_head_, q_dim_, heads_, kv_heads_;
   Cache<T> keys_, values_;
@@ -159,4 +169,4 @@ std::tuple<Tensor, Tensor> paged_attention(
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER(paged_attention)
+KVBACKEND_REGISTER_AMX(paged_attention)

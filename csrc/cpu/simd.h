@@ -42,6 +42,15 @@ inline Vec load(const float* from) {
 
 inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof value); }
 
+// A row of numbers, `stride` elements apart, to consecutive ones of the same type.
+inline void load_row(const bf16* row, int64_t stride, int64_t size, bf16* out) {
+  if (stride == 1) {
+    std::copy_n(row, size, out);
+  } else {
+    for (int64_t i = 0; i < size; ++i) out[i] = row[i * stride];
+  }
+}
+
 // kPair numbers as two vectors. Their order within the pair is the type's own.
 constexpr int64_t kPair = 2 * kLanes;
 

@@ -18,18 +18,19 @@ class OutOfBlocks(RuntimeError):  # noqa: N818  (a state that callers handle, by
     wanted   blocks asked for
     free     blocks that were free
     total    blocks that the pool can hand out
+    what     what they are called
     """
 
-    def __init__(self, wanted: int, free: int, total: int) -> None:
-        self.wanted, self.free, self.total = wanted, free, total
+    def __init__(self, wanted: int, free: int, total: int, what: str = "blocks") -> None:
+        self.wanted, self.free, self.total, self.what = wanted, free, total, what
         if wanted <= total:
             remedy = "free or truncate other sequences and try again, or make the pool larger"
         else:
             remedy = "make the pool larger, or ask for less: this can never fit"
-        super().__init__(f"{wanted} blocks are wanted; {free} of {total} are free: {remedy}")
+        super().__init__(f"{wanted} {what} are wanted; {free} of {total} are free: {remedy}")
 
-    def __reduce__(self) -> tuple[type[OutOfBlocks], tuple[int, int, int]]:
-        return type(self), (self.wanted, self.free, self.total)
+    def __reduce__(self) -> tuple[type[OutOfBlocks], tuple[int, int, int, str]]:
+        return type(self), (self.wanted, self.free, self.total, self.what)
 
 
 class BlockPool:
@@ -37,6 +38,7 @@ class BlockPool:
 
     num_blocks   blocks of the cache, the reserved ones included
     reserved     blocks at the start that are never handed out: some kernels read block 0 as "no block"
+    what         what messages call its blocks
 
     A block is written in place only while its reference count is 1; whoever wants to write a shared one allocates
     another, copies the pages, and frees the shared one (copy-on-write, which PagedCache does).
@@ -44,7 +46,7 @@ class BlockPool:
     Source: vLLM's block pool (arXiv 2309.06180, section 4.3).
     """
 
-    def __init__(self, num_blocks: int, reserved: int = 0) -> None:
+    def __init__(self, num_blocks: int, reserved: int = 0, what: str = "blocks") -> None:
         if not 0 <= reserved <= num_blocks:
             raise ArgumentError(
                 f"num_blocks is {num_blocks} and reserved is {reserved}; reserved must be from 0 to num_blocks: "
@@ -52,6 +54,7 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.reserved = reserved
+        self.what = what
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, reserved - 1, -1))  # a stack: the next to hand out is last
         self._peak = 0
@@ -81,7 +84,7 @@ class BlockPool:
         if count < 0:
             raise ArgumentError(f"count is {count}; it must be 0 or more: pass the number of blocks to add")
         if count > len(self._free):
-            raise OutOfBlocks(count, len(self._free), self.num_blocks - self.reserved)
+            raise OutOfBlocks(count, len(self._free), self.num_blocks - self.reserved, self.what)
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._ref_counts[block] = 1

@@ -197,7 +197,7 @@ def load(folder: Path, dtype: str, device: torch.device) -> tuple[Any, Any]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
     except (OSError, ValueError, KeyError, SafetensorError) as error:  # absent, unknown or damaged files
         raise ArgumentError(
             f"model {folder} cannot be loaded ({str(error).strip().splitlines()[0]}); it must hold a causal language "

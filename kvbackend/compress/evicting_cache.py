@@ -126,7 +126,7 @@ class EvictingCache:
         self._positions = [
             one
             if one is not None
-            else torch.zeros(*shape, count if policy.per_head else 1, dtype=torch.int32, device=device)
+            else torch.zeros(*shape, count if policy.by_head else 1, dtype=torch.int32, device=device)
             for count in heads
         ]
         self._key_positions = [
@@ -257,7 +257,7 @@ class EvictingCache:
         """
         states = self._states(seqs)
         policy, pages = self.policy, self.pages(layer)
-        if options.get("window", -1) > 0 and policy.per_head:
+        if options.get("window", -1) > 0 and policy.by_head:
             raise ArgumentError(
                 f"window is {options['window']} and {policy.name} keeps other tokens in each kv head; pages have one "
                 f"position for all heads, so a window cannot be told: pass per_head=False to the policy, or no window"
@@ -398,7 +398,7 @@ class EvictingCache:
                 f"scores of layer {layer} hold {kind}; all must be finite to choose what to keep: look for {kind} in "
                 f"the queries and keys of this layer"
             )
-        return scores if policy.per_head else scores.mean(0, keepdim=True)
+        return scores if policy.by_head else scores.mean(0, keepdim=True)
 
     def _need_observed(self, state: _State, layer: int) -> None:
         observed, wanted = state.layers[layer], self.policy.observes

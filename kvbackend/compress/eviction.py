@@ -33,14 +33,12 @@ class Policy:
 
     budget   tokens or share of the prompt, for all layers or for each; see above
 
-    once       it decides once, after the prompt; else whenever the budget is exceeded
-    per_head   each kv head keeps tokens of its own choice, as many as the others
+    once     it decides once, after the prompt; else whenever the budget is exceeded
     """
 
     budget: Budget | Sequence[Budget]
 
     once: ClassVar[bool] = False
-    per_head: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         budgets = self.budgets
@@ -70,6 +68,11 @@ class Policy:
     def by_layer(self) -> bool:
         """Whether layers may keep different numbers of tokens."""
         return len(set(self.budgets)) > 1
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each kv head keeps tokens of its own choice, as many as the others."""
+        return bool(getattr(self, "per_head", False))
 
     @property
     def by_position(self) -> bool:

@@ -53,21 +53,25 @@ class Cached:
         fmt = self.format
         return self.cache.shape[-1] * (2 if fmt is not None and fmt.bits == 4 else 1)
 
+    def row_shape(self) -> tuple[Any, ...]:
+        """Shape of one row, decoded."""
+        row = tuple(self.cache.shape[2:])
+        return (*row[:-1], self.width()) if self.quantized else row
+
     # ------------------------------------------------------------------------------------------------------- check
 
     def check(self, like_name: str, like: Any, width: Any = None, writes: bool = False) -> None:
         """Dtypes, widths and scales. `like` are the rows or queries; `width` what a row must have, if known."""
         fmt = self.format
+        need(
+            width is None or self.width() == width,
+            f"{self.name} holds rows of {self.width()} numbers in format {self.kv_format}; {like_name} needs {width}: "
+            f"allocate the cache for this head_dim",
+        )
         if fmt is None or not fmt.quantized:
             self._check_plain(fmt, like_name, like)
         else:
             self._check_quantized(fmt, writes)
-        if width is not None:
-            need(
-                self.width() == width,
-                f"{self.name} holds rows of {self.width()} numbers in format {self.kv_format}; {like_name} needs "
-                f"{width}: allocate the cache for this head_dim",
-            )
 
     def _check_plain(self, fmt: KVFormat | None, like_name: str, like: Any) -> None:
         for name, tensor in ((self.scale_name, self.scale), (self.scale_cache_name, self.scale_cache)):
@@ -167,6 +171,16 @@ class Cached:
             per_row = self.cache.shape[1] // max(self.scale_cache.shape[1], 1)  # tokens of a key group in KIVI, else 1
             scales, _ = _math.gather_rows(self.scale_cache, block_table, length // max(per_row, 1))
         return self.decode(rows, scales).to(dtype).masked_fill(~_math.expand(exists, rows), 0), exists
+
+    def rows_at(self, slots: Tensor) -> Tensor:
+        """Rows [N, *row] of slots that are all in the cache; decoded to float32 where they are codes."""
+        block, offset = slots // self.cache.shape[1], slots % self.cache.shape[1]
+        if not self.quantized:
+            return self.cache[block, offset]
+        scales = self.scale
+        if self.scale_cache is not None:
+            scales = _math.as_bytes(self.scale_cache)[block, offset].view(self.scale_cache.dtype)
+        return self.decode(_math.as_bytes(self.cache)[block, offset].view(self.cache.dtype), scales)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Rows of codes [N, Hk, width] or [N, width], with their scales, as float32."""

@@ -20,10 +20,17 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A float8 tensor as uint8, others as they are: torch can neither index nor mask every float8 dtype."""
+    return tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.element_size() == 1 else tensor
+
+
 def write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     """cache [nb, bs, *row][slot] = rows [N, *row]; rows whose slot is -1 are skipped."""
     if rows.shape[0] == 0 or 0 in cache.shape[:2]:
         return
+    if cache.dtype == rows.dtype:
+        cache, rows = as_bytes(cache), as_bytes(rows)
     slots = slots.long()
     block_size = cache.shape[1]
     used = slots >= 0
@@ -63,8 +70,8 @@ def gather_rows(cache: Tensor, block_table: Tensor, length: Tensor) -> tuple[Ten
     exists = (position < length) & in_use.repeat_interleave(block_size)
     if num_blocks == 0:
         return cache.new_zeros(len(position), *cache.shape[2:]), torch.zeros_like(exists)
-    rows = cache[torch.where(in_use, block_table, 0).long()].flatten(0, 1)  # [max_blocks * bs, *row]
-    return rows.masked_fill(~expand(exists, rows), 0), exists
+    rows = as_bytes(cache)[torch.where(in_use, block_table, 0).long()].flatten(0, 1)  # [max_blocks * bs, *row]
+    return rows.masked_fill(~expand(exists, rows), 0).view(cache.dtype), exists
 
 
 @dataclass(frozen=True)

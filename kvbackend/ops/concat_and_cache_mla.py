@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import Float, Float32, Index
+from ..arrays import Float, Float32, Index, Rows
 from ..spec import op
-from . import _checks
-from ._math import write_rows
+from . import _checks, _formats
 from ._samples import MlaPool
 
 
-@op(group="paged cache", mutates=("ckv_cache", "kpe_cache"), exact=True)
+@op(group="paged cache", mutates=("ckv_cache", "kpe_cache", "k_scale_cache"), exact=True)
 def concat_and_cache_mla(
     ckv: Float[Tensor, "T kv_lora_rank"],
     kpe: Float[Tensor, "T qk_rope_head_dim"],
-    ckv_cache: Float[Tensor, "nb bs kv_lora_rank"],
+    ckv_cache: Rows[Tensor, "nb bs latent_width"],
     kpe_cache: Float[Tensor, "nb bs qk_rope_head_dim"],
     slot_mapping: Index[Tensor, "<=T"],
     kv_format: str = "auto",
     k_scale: Float32[Tensor, "1"] | None = None,
+    k_scale_cache: Rows[Tensor, "nb bs *k_scales"] | None = None,
 ) -> None:
     """Write the latent and rotary rows of any tokens to their slots of a paged MLA cache.
 
@@ -32,22 +32,27 @@ def concat_and_cache_mla(
                            engines keep both as slices of one [nb, bs, kv_lora_rank + qk_rope_head_dim] tensor
     slot_mapping           slot of each token, block * bs + offset; -1 skips the token. It may be shorter than ckv
                            (graph padding): the tokens beyond it are skipped.
-    kv_format              how a cached token reads; "auto": as the cache's dtype says
-    k_scale                dequantization multiplier of a format that has one
+    kv_format              how a cached token reads: "auto", as the cache's dtype says, or a name of `kvbackend.formats`.
+                           A quantized one is the latent's; the rotary part, small and sensitive, stays in kpe's dtype
+    k_scale                [1], dequantization multiplier of a format that has one per tensor; nvfp4's global scale
+    k_scale_cache          [nb, bs, 1], or [nb, bs, kv_lora_rank / group], written beside the codes: the scales of a
+                           format that has them per token, or per group of channels
 
     Undefined: two tokens with one slot; on accelerators, a slot outside the cache (the CPU kernel skips it).
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; slots as in vLLM (arXiv 2309.06180, section 4).
     """
     num_tokens = slot_mapping.shape[0]
-    write_rows(ckv_cache, slot_mapping, ckv[:num_tokens])
-    write_rows(kpe_cache, slot_mapping, kpe[:num_tokens])
+    latents, rotary = _formats.latent(kv_format, ckv_cache, kpe_cache, k_scale, k_scale_cache)
+    latents.write(slot_mapping, ckv[:num_tokens])
+    rotary.write(slot_mapping, kpe[:num_tokens])
 
 
 @concat_and_cache_mla.check
-def _(ckv, kpe, ckv_cache, kpe_cache, kv_format, k_scale, **_):
-    _checks.kv_format(kv_format, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
-    _checks.no_scales(kv_format, k_scale=k_scale)
-    _checks.same_dtype("ckv", ckv, kpe=kpe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+def _(ckv, kpe, ckv_cache, kpe_cache, kv_format, k_scale, k_scale_cache, **_):
+    latents, rotary = _formats.latent(kv_format, ckv_cache, kpe_cache, k_scale, k_scale_cache)
+    latents.check("ckv", ckv, ckv.shape[1], writes=True)
+    rotary.check("kpe", kpe)
+    _checks.same_dtype("ckv", ckv, kpe=kpe)
 
 
 @concat_and_cache_mla.values

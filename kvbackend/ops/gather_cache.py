@@ -7,21 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import Float, Float32, Index, Int32, need
+from .. import formats
+from ..arrays import Float32, Index, Int32, Rows, need
 from ..spec import op
-from . import _checks, _math
+from . import _checks, _formats, _math
 from ._samples import NO_BLOCK, MlaPool, Pool
 
 
 @op(group="paged cache", exact=True)
 def gather_cache(
-    cache: Float[Tensor, "nb bs *row"],
+    cache: Rows[Tensor, "nb bs *row"],
     block_table: Index[Tensor, "B max_blocks"],
     cu_seqlens: Int32[Tensor, "B+1"],
     num_tokens: int,
     seq_starts: Int32[Tensor, "B"] | None = None,
     kv_format: str = "auto",
-    scale: Float32[Tensor, "1|Hk"] | None = None,
+    scale: Float32[Tensor, "*scale"] | None = None,
+    scale_cache: Rows[Tensor, "nb *scales"] | None = None,
+    out_format: str = "auto",
 ) -> Tensor:
     """Read sequences, or a stretch of each, out of a paged cache into one ragged tensor.
 
@@ -30,9 +33,10 @@ def gather_cache(
     cu_seqlens    [B+1], running sum of the tokens to read of each sequence; starts with 0
     num_tokens    rows of the output, known on the host; at least cu_seqlens[-1] (more: graph padding)
     seq_starts    [B], position of the first token to read of each sequence; None: 0
-    kv_format     how a cached token reads; "auto": as the cache's dtype says
-    scale         dequantization multiplier of a format that has one, for all heads or per head
-    Returns [num_tokens, *row] in the cache's dtype: the rows of sequence b at cu_seqlens[b] .. cu_seqlens[b+1]-1. Rows
+    kv_format     how a cached token reads: "auto", as the cache's dtype says, or the name of one of `kvbackend.formats`
+    scale, scale_cache   the scales of a quantized format, as `reshape_and_cache` takes them for this cache
+    out_format    "fp32", "bf16" or "fp16"; "auto": the cache's dtype, and float32 for a quantized format
+    Returns [num_tokens, *row], dequantized, in out_format: the rows of sequence b at cu_seqlens[b] .. cu_seqlens[b+1]-1. Rows
     beyond cu_seqlens[-1], and rows of positions in a block that is -1 or beyond the table, are zeros.
 
     Table entries outside the positions read are not looked at, and NaN in other rows of a block reaches nothing.
@@ -43,11 +47,22 @@ def gather_cache(
     _need_tokens(num_tokens)
     _math.check_cu_seqlens(cu_seqlens, "cu_seqlens")
     slots = _math.gather_slots(block_table, cu_seqlens, num_tokens, seq_starts, cache.shape[1])
+    cached = _cached(cache, kv_format, scale, scale_cache)
+    dtype = _out_dtype(cached, out_format)
     if cache.shape[0] == 0 or cache.shape[1] == 0:
-        return cache.new_zeros(num_tokens, *cache.shape[2:])
-    block, offset = slots.clamp(min=0) // cache.shape[1], slots.clamp(min=0) % cache.shape[1]
-    rows = cache[block, offset]  # [num_tokens, *row]
-    return rows.masked_fill((slots < 0).reshape(-1, *[1] * (rows.dim() - 1)), 0)
+        return cache.new_zeros(num_tokens, *cached.row_shape(), dtype=dtype)
+    rows = cached.rows_at(slots.clamp(min=0)).to(dtype)  # [num_tokens, *row]
+    return rows.masked_fill(_math.expand(slots < 0, rows), 0)
+
+
+def _cached(cache, kv_format, scale, scale_cache):
+    return _formats.Cached("cache", cache, kv_format, "scale", scale, "scale_cache", scale_cache)
+
+
+def _out_dtype(cached: _formats.Cached, out_format: str) -> torch.dtype:
+    if out_format == "auto":
+        return torch.float32 if cached.quantized else cached.cache.dtype
+    return _formats.split.storage(formats.get(out_format))
 
 
 def _need_tokens(num_tokens: Any) -> None:
@@ -56,9 +71,19 @@ def _need_tokens(num_tokens: Any) -> None:
 
 
 @gather_cache.check
-def _(cache, kv_format, scale, **_):
-    _checks.kv_format(kv_format, cache=cache)
-    _checks.no_scales(kv_format, scale=scale)
+def _(cache, kv_format, scale, scale_cache, out_format, **_):
+    cached = _cached(cache, kv_format, scale, scale_cache)
+    fmt = cached.format
+    need(
+        fmt is None or fmt.granularity != "kivi",
+        f"kv_format is {kv_format!r}, whose groups span tokens or whose rows have two kinds of scales; gather_cache reads "
+        f"formats with scales per token: read it with paged_attention or dequantize whole groups with dequantize_kv",
+    )
+    cached.check("cache", cache)
+    need(
+        out_format in ("auto", "fp32", "bf16", "fp16"),
+        f"out_format is {out_format!r}; it must be auto, fp32, bf16 or fp16: choose what the rows are wanted in",
+    )
 
 
 @gather_cache.values
@@ -78,9 +103,10 @@ def _(cache, block_table, cu_seqlens, num_tokens, seq_starts, **_):
 
 
 @gather_cache.fake
-def _(cache, num_tokens, **_):
+def _(cache, num_tokens, kv_format, scale, scale_cache, out_format, **_):
     _need_tokens(num_tokens)
-    return cache.new_empty(num_tokens, *cache.shape[2:])
+    cached = _cached(cache, kv_format, scale, scale_cache)
+    return cache.new_empty(num_tokens, *cached.row_shape(), dtype=_out_dtype(cached, out_format))
 
 
 @gather_cache.samples

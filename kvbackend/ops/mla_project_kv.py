@@ -40,7 +40,8 @@ def mla_project_kv(
     ckv_cache, kpe_cache, slot_mapping   given together or not at all: the rows are also written to their slots, as
                   `concat_and_cache_mla` does
     Returns ckv [T, kv_lora_rank], normalized, and kpe [T, qk_rope_head_dim], rotated and not normalized, in hidden's
-    dtype. All is computed in float32 and rounded once. w_kva, norm_weight and the caches have hidden's dtype.
+    dtype. The reference computes in float32 and rounds once; the CPU kernel, from 9 tokens of 16 bits on, rounds the
+    projection too, as torch's own linear does. w_kva, norm_weight and the caches have hidden's dtype.
 
     Undefined: as in `apply_rope` and `concat_and_cache_mla`.
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.

@@ -21,13 +21,19 @@ from hypothesis.stateful import (
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import kvbackend
 from kvbackend import ArgumentError, ops
 from kvbackend.cache import GqaLayer, MlaLayer, OutOfBlocks, PagedCache
+
+from .rows import CODES, all_pages, nan_cache, rows_of, snapshot, stored, tables, write
 
 GQA = (GqaLayer(kv_heads=2, head_dim=3), GqaLayer(kv_heads=1, head_dim=4))
 UNEVEN = (GqaLayer(kv_heads=2, head_dim=3, value_dim=5),)
 MLA = (MlaLayer(kv_lora_rank=6, qk_rope_head_dim=2),) * 2
 MIXED = (GQA[0], MLA[0])
+
+WIDE = (GqaLayer(kv_heads=2, head_dim=32), GqaLayer(kv_heads=1, head_dim=64))
+WIDE_MLA = (MlaLayer(kv_lora_rank=32, qk_rope_head_dim=4),)
 
 # (layers, block_size, layout)
 CONFIGS = [
@@ -41,52 +47,37 @@ CONFIGS = [
     pytest.param(MIXED, 16, "HND", id="mixed-16-HND"),
 ]
 
-
-def nan_cache(
-    layers: tuple[Any, ...], num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32, layout: str = "NHD"
-):
-    cache = PagedCache(layers, num_blocks, block_size, dtype, layout=layout)
-    for pages in all_pages(cache):
-        pages.fill_(torch.nan)
-    return cache
-
-
-def all_pages(cache: PagedCache) -> list[Tensor]:
-    return [pages for layer in cache.layers for pages in layer.caches]
-
-
-def snapshot(cache: PagedCache) -> list[Tensor]:
-    """All pages as bits, so that NaN equals itself."""
-    return [pages.clone().view(torch.int32) for pages in all_pages(cache)]
-
-
-def rows_of(numbers: list[int], part: int, shape: torch.Size) -> Tensor:
-    """[len(numbers), *shape]: rows that tell token, layer part and place apart, exactly in float32."""
-    inside = torch.arange(shape.numel(), dtype=torch.float32).reshape(shape) / 64
-    start = torch.tensor([float(number * 16 + part) for number in numbers])
-    return start.reshape(-1, *[1] * len(shape)) + inside
-
-
-def write(cache: PagedCache, slots: Tensor, numbers: list[int]) -> None:
-    for i, layer in enumerate(cache.layers):
-        layer.write(slots, *(rows_of(numbers, 2 * i + j, pages.shape[2:]) for j, pages in enumerate(layer.caches)))
-
-
-def tables(cache: PagedCache, seqs: list[int]) -> list[list[int]]:
-    found = cache.batch(seqs, [0] * len(seqs))["block_table"].tolist()
-    return [[block for block in table if block >= 0] for table in found]
+# (layers, block_size, layout, further options)
+FORMATS = [
+    pytest.param(GQA, 2, "HND", dict(kv_format="int8"), id="int8"),
+    pytest.param(UNEVEN, 61, "NHD", dict(kv_format="fp8_e4m3:token_head"), id="fp8-token-head-uneven"),
+    pytest.param(GQA, 16, "interleaved", dict(kv_format="fp8_e4m3"), id="fp8-static"),
+    pytest.param(WIDE, 2, "NHD", dict(kv_format=["mxfp4", "fp8_e4m3:32"]), id="per-layer"),
+    pytest.param(WIDE, 4, "HND", dict(kv_format="int8/fp4_e2m1"), id="keys-and-values"),
+    pytest.param(WIDE, 1, "NHD", dict(kv_format="nvfp4", scales=[dict(k_scale=torch.tensor([0.01]))] * 2), id="nvfp4"),
+    pytest.param(MIXED, 2, "NHD", dict(kv_format="fp8_e5m2:token_head"), id="mixed"),
+    pytest.param(WIDE_MLA, 16, "HND", dict(kv_format="fp4_e2m1"), id="mla-fp4"),
+    pytest.param(WIDE, 2, "NHD", dict(kv_format="mxfp4", keep_recent=3, keep_sinks=1), id="recent-and-sinks"),
+    pytest.param(MIXED, 3, "NHD", dict(kv_format=["auto", "int8"], keep_recent=1), id="recent-of-one-layer"),
+    pytest.param(MLA, 2, "NHD", dict(kv_format="int8", keep_sinks=3), id="sinks"),
+]
 
 
 class CacheMachine(RuleBasedStateMachine):
     layers: tuple[Any, ...]
     block_size: int
     layout: str
+    options: dict[str, Any] = {}
 
     @initialize(data=st.data())
     def make(self, data: st.DataObject) -> None:
         self.num_blocks = data.draw(st.integers(2, 40 if self.block_size < 16 else 12))
-        self.cache = nan_cache(self.layers, self.num_blocks, self.block_size, layout=self.layout)
+        options = dict(self.options)
+        if "keep_recent" in options or "keep_sinks" in options:
+            options["keep_blocks"] = self.num_blocks
+        self.cache = nan_cache(self.layers, self.num_blocks, self.block_size, layout=self.layout, **options)
         self.tokens: dict[int, list[int]] = {}
+        self.full: dict[int, set[int]] = {}  # which blocks of a sequence are kept in full precision too
         self.gone: list[int] = []
         self.next_number = 0
         self.new()
@@ -124,6 +115,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert seq not in self.tokens
         assert seq not in self.gone
         self.tokens[seq] = []
+        self.full[seq] = set()
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -162,8 +154,17 @@ class CacheMachine(RuleBasedStateMachine):
             changed = (now != then).reshape(self.num_blocks * self.block_size, -1).any(1).nonzero().flatten()
             assert set(changed.tolist()) <= set(slots.tolist())
         for seq, n in counts.items():
+            begun = -(-len(self.tokens[seq]) // self.block_size)
             self.tokens[seq] += numbers[:n]
             del numbers[:n]
+            self.keep(seq, begun)
+
+    def keep(self, seq: int, begun: int) -> None:
+        """Blocks from `begun` on are new; those of the first and last tokens are kept, if they were or are new."""
+        length = len(self.tokens[seq])
+        first, last = range(self.options.get("keep_sinks", 0)), self.options.get("keep_recent", 0)
+        wanted = {p // self.block_size for p in [*first, *range(max(length - last, 0), length)] if p < length}
+        self.full[seq] = {i for i in wanted if i in self.full[seq] or i >= begun}
 
     def check_slots(self, slots: Tensor, counts: dict[int, int]) -> None:
         assert slots.dtype is torch.int64
@@ -187,6 +188,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert child not in self.tokens
         assert child not in self.gone
         self.tokens[child] = list(self.tokens[parent])
+        self.full[child] = set(self.full[parent])
         assert self.cache.blocks_free == free
         assert tables(self.cache, [child]) == tables(self.cache, [parent])
 
@@ -197,6 +199,7 @@ class CacheMachine(RuleBasedStateMachine):
         length = data.draw(st.integers(0, len(self.tokens[seq])))
         self.cache.truncate(seq, length)
         del self.tokens[seq][length:]
+        self.full[seq] = {i for i in self.full[seq] if i * self.block_size < length}
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -233,11 +236,13 @@ class CacheMachine(RuleBasedStateMachine):
         seqs = self.ids()
         lengths = [len(tokens) for tokens in self.tokens.values()]
         assert [self.cache.length(seq) for seq in seqs] == lengths
-        batch = self.cache.batch(seqs, lengths)
-        numbers = list(chain.from_iterable(self.tokens.values()))
-        for part, pages in enumerate(all_pages(self.cache)):
-            found = ops.gather_cache(pages, batch["block_table"], batch["cu_seqlens_q"], len(numbers))
-            assert torch.equal(found, rows_of(numbers, part, pages.shape[2:]))
+        for seq, numbers in self.tokens.items():
+            kept = torch.tensor([p // self.block_size in self.full[seq] for p in range(len(numbers))], dtype=torch.bool)
+            for layer in range(len(self.layers)):
+                for found, want in zip(
+                    self.cache.read(layer, seq), stored(self.cache, layer, numbers, kept), strict=True
+                ):
+                    assert torch.equal(found, want)
 
     @invariant()
     def figures(self) -> None:
@@ -254,8 +259,18 @@ class CacheMachine(RuleBasedStateMachine):
             for seq, table in zip(self.ids(), tables(cache, self.ids()), strict=True)
             for p in range(len(self.tokens[seq]))
         }
-        assert cache.used_bytes == len(places) * cache.bytes_per_token
-        assert cache.used_bytes <= cache.blocks_used * cache.block_bytes <= cache.allocated_bytes
+        full_rows = {(block, p) for (block, p), seq, i in self.rows_by_place() if i in self.full[seq]}
+        assert cache.used_bytes == len(places) * cache.bytes_per_token + len(full_rows) * cache.kept_bytes_per_token
+        kept_blocks = {block for block, _ in full_rows}
+        assert (cache.kept.pool.num_used if cache.kept else 0) == len(kept_blocks)
+        held = cache.blocks_used * cache.block_bytes + len(kept_blocks) * self.block_size * cache.kept_bytes_per_token
+        assert cache.used_bytes <= held <= cache.allocated_bytes
+
+    def rows_by_place(self):
+        """((block, row), sequence, index of the block in it) of every token."""
+        for seq, table in zip(self.ids(), tables(self.cache, self.ids()), strict=True):
+            for p in range(len(self.tokens[seq])):
+                yield (table[p // self.block_size], p % self.block_size), seq, p // self.block_size
 
     def teardown(self) -> None:
         for bad in [*self.gone[-1:], -1, 10**6]:
@@ -270,6 +285,16 @@ class CacheMachine(RuleBasedStateMachine):
 def test_any_order_of_operations(layers: tuple[Any, ...], block_size: int, layout: str) -> None:
     machine = type("Machine", (CacheMachine,), dict(layers=layers, block_size=block_size, layout=layout))
     run_state_machine_as_test(machine, settings=settings(max_examples=15, stateful_step_count=30, deadline=None))
+
+
+@pytest.mark.parametrize(("layers", "block_size", "layout", "options"), FORMATS)
+def test_any_order_of_operations_on_codes(
+    layers: tuple[Any, ...], block_size: int, layout: str, options: dict[str, Any]
+) -> None:
+    fields = dict(layers=layers, block_size=block_size, layout=layout, options=options)
+    machine = type("Machine", (CacheMachine,), fields)
+    with kvbackend.use("reference", CODES):
+        run_state_machine_as_test(machine, settings=settings(max_examples=8, stateful_step_count=20, deadline=None))
 
 
 # ------------------------------------------------------------------------------------------------ copy-on-write

@@ -132,7 +132,7 @@ class Oracle:
         budget = self.policy.budget if isinstance(self.policy.budget, int) else int(self.policy.budget * self.prompt)
         if len(self.sets[0]) > budget:
             scores = [self.scores(h) for h in range(len(self.sets))]
-            if not self.policy.per_head:
+            if not self.policy.by_head:
                 mean = {j: float(np.mean([s[j] for s in scores])) for j in scores[0]}
                 scores = [mean] * len(scores)
             self.sets = [self.keep(rows, s, budget) for rows, s in zip(self.sets, scores, strict=True)]
@@ -491,6 +491,17 @@ def test_no_token_is_lost_from_summaries_over_many_evictions(policy: Policy) -> 
         torch.testing.assert_close(sizes.sum(0), torch.full((2,), float(text.kept.tokens(text.seq))))
         torch.testing.assert_close((sizes[..., None] * keys).sum(0), text.k[0].sum(0), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close((sizes[..., None] * values).sum(0), text.v[0].sum(0), rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_that_held_a_summary_forget_it() -> None:
+    kept = EvictingCache(cache_of(1, blocks=4, block_size=3), SlidingWindow(3), summary_slots=2)
+    first = Text(kept)
+    first.feed(12)
+    kept.free(first.seq)
+    second = Text(kept)
+    second.feed(12, evict=False)
+    batch = kept.batch(0, [second.seq], [0])
+    assert (batch["key_bias"][batch["block_table"][0].long()] == 0).all()
 
 
 def test_equal_tokens_summed_up_change_nothing() -> None:

@@ -79,9 +79,9 @@ def build(model_type: str, **options: Any) -> PreTrainedModel:
     config = AutoConfig.for_model(model_type, **{**_BASE, **options})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters():  # these start at 0, where a lost one would not show
         if "sinks" in name or name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=1.0)
+            torch.nn.init.normal_(parameter, std=1.0 if "sinks" in name else 0.1)
     return model
 
 

@@ -1,3 +1,5 @@
+"""csrc/cpu/mla_project_kv.cpp, whose projection is torch's matmul for many tokens."""
+
 from ... import native
 from ...ops import registry
 from . import takes

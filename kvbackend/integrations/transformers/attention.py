@@ -39,7 +39,6 @@ def padding_mask(
     kv_length: int,
     attention_mask: Tensor | None = None,
     mask_function: Callable[..., Any] = causal_mask_function,
-    use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor:
@@ -48,11 +47,6 @@ def padding_mask(
     Takes what transformers passes to every mask function. Refuses masks that are more than causal, windowed and padded.
     """
     window = _window_of(mask_function)
-    if use_vmap:
-        raise ArgumentError(
-            "the model lays a mask of its own over the causal one; kvbackend's attention is causal, with or without a "
-            "window: call unpatch(model)"
-        )
     if attention_mask is None:
         mask = torch.ones(batch_size, 1, 1, kv_length, dtype=torch.bool, device=device)
     else:
@@ -142,7 +136,7 @@ def attention(
 
 
 def _latent_attention(
-    module: nn.Module,
+    module: Any,
     owner: PagedCache,
     step: Step,
     caches: tuple[Tensor, Tensor],

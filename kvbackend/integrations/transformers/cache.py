@@ -118,7 +118,7 @@ class PagedCache(Cache):
     read, not what is kept. One cache holds one batch; `reset()` empties it for another.
     """
 
-    layers: list[PagedLayer]
+    layers: list[PagedLayer]  # type: ignore[assignment]  # the base class allows more kinds
 
     def __init__(
         self,

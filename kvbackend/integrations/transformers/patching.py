@@ -58,21 +58,22 @@ def patch(
     register()
     previous = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    model._kvbackend = Patch(previous, options)
+    # into the instance's own dict: a module's attributes are for tensors and modules
+    vars(model)["_kvbackend"] = Patch(previous, options)
     for module in latent_modules(model):
-        module.expand_kv = latent_rows
+        vars(module)["expand_kv"] = latent_rows
     if model.can_generate():
-        model.generate = functools.partial(generate, model)
+        vars(model)["generate"] = functools.partial(generate, model)
     return model
 
 
 def unpatch(model: Model) -> Model:
     """Give a model its own attention and cache back. A model that is not patched stays as it is."""
-    done = model.__dict__.pop("_kvbackend", None)
+    done = vars(model).pop("_kvbackend", None) if isinstance(model, nn.Module) else None
     if done is not None:
-        model.__dict__.pop("generate", None)
+        vars(model).pop("generate", None)
         for module in latent_modules(model):
-            module.__dict__.pop("expand_kv", None)
+            vars(module).pop("expand_kv", None)
         model.set_attn_implementation(done.previous)
     return model
 
@@ -110,7 +111,8 @@ def generate(model: PreTrainedModel, *args: Any, cache: Any = None, past_key_val
         given = new_cache(model)
     if given is not None:
         kwargs[cache_argument(model)] = given
-    return type(model).generate(model, *args, **kwargs)
+    own: Any = type(model)
+    return own.generate(model, *args, **kwargs)
 
 
 def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -156,7 +158,7 @@ def _version_reasons() -> Iterator[str]:
         yield f"transformers is {transformers.__version__}; tested are {first} to {last}: install one of these"
 
 
-def _latent_reasons(module: nn.Module) -> Iterator[str]:
+def _latent_reasons(module: Any) -> Iterator[str]:
     if getattr(module, "indexer", None) is not None:
         yield "its MLA selects tokens with an indexer; dense MLA is served: use DeepSeek-V2 or V3"
         return

@@ -1,0 +1,348 @@
+"""The CPU attention kernels beyond the contract: each instruction set, memory safety, what a row may depend on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbackend import ArgumentError, native
+from kvbackend.matrix import DTYPES, TOLERANCES, difference, in_float64
+from kvbackend.ops import registry
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("paged_attention", "mla_attention")
+EVERY_OP = pytest.mark.parametrize("name", NAMES)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def kernel(name: str, **args: Any) -> tuple[Tensor, Tensor]:
+    """The native kernel itself, past the dispatcher."""
+    assert native.library("cpu").reason is None
+    bound = registry[name].bind((), args)
+    return native.kernel(registry[name])(*bound.values())
+
+
+def reference(name: str, **args: Any) -> tuple[Tensor, Tensor]:
+    return registry[name].reference(**registry[name].bind((), args))
+
+
+def assert_close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], message: str = "", factor: float = 1) -> None:
+    for what, a, b in zip(("out", "lse"), got, want, strict=True):
+        assert difference(a, b) <= TOLERANCES[b.dtype] * factor, f"{message} {what}: {difference(a, b)}"
+
+
+def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def call(
+    name: str, q_lens: list[int], seq_lens: list[int], dtype: torch.dtype = torch.float32, heads: int = 8,
+    kv_heads: int = 2, dim: int = 64, block_size: int = 16, **other: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """A call over a pool that is NaN wherever no token lies."""
+    generator = torch.Generator().manual_seed(7)
+    columns = max(1, *(-(-length // block_size) for length in seq_lens))
+    num_blocks = len(seq_lens) * columns + 1
+    table = torch.randperm(num_blocks, generator=generator)[: len(seq_lens) * columns].view(len(seq_lens), columns).int()
+    row = (kv_heads, 2 * dim) if name == "paged_attention" else (dim + 16,)
+    pool = torch.full((num_blocks, block_size, *row), torch.nan, dtype=dtype)
+    for blocks, length in zip(table.long(), seq_lens, strict=True):
+        index = torch.arange(length)
+        pool[blocks[index // block_size], index % block_size] = torch.randn(length, *row, generator=generator).to(dtype)
+    width = dim if name == "paged_attention" else dim + 16
+    q = torch.randn(sum(q_lens), heads, width, generator=generator).to(dtype)
+    if name == "paged_attention":
+        tensors = dict(q=q, key_cache=pool[..., :dim], value_cache=pool[..., dim:])
+    else:
+        tensors = dict(q_nope=q[..., :dim], q_pe=q[..., dim:], ckv_cache=pool[..., :dim], kpe_cache=pool[..., dim:])
+    offsets = torch.tensor([0, *q_lens]).cumsum(0).int()
+    batch = dict(
+        block_table=table, seq_lens=torch.tensor(seq_lens).int(), cu_seqlens_q=offsets, max_seqlen_q=max(q_lens)
+    )
+    return {**tensors, **batch, "softmax_scale": width**-0.5, "return_lse": True, **other}
+
+
+def queries(name: str) -> tuple[str, ...]:
+    return ("q",) if name == "paged_attention" else ("q_nope", "q_pe")
+
+
+# ------------------------------------------------------------------------------------------------- instruction sets
+
+
+def isa() -> str:
+    """What the loaded library chose."""
+    found = ctypes.CDLL(str(native.FOLDER / "libkvbackend_cpu.so")).kvbackend_isa
+    found.restype = ctypes.c_char_p
+    return found().decode()
+
+
+SHAPES = [
+    dict(heads=1, kv_heads=1, dim=64),
+    dict(heads=4, kv_heads=2, dim=64),
+    dict(heads=8, kv_heads=2, dim=64),
+    dict(heads=6, kv_heads=1, dim=32),
+    dict(heads=32, kv_heads=2, dim=64),
+    dict(heads=72, kv_heads=1, dim=96),
+    dict(heads=6, kv_heads=2, dim=5),
+]  # heads of a kv head: 1, 2, 4, 6, 16, 72; the last with a dim that no vector divides
+
+
+def check_this_isa(wanted: str) -> None:
+    """Everything that depends on the instruction set; runs in a process of its own."""
+    assert isa() == wanted, f"asked for {wanted}, the library chose {isa()}"
+    for name in NAMES:
+        for dtype in DTYPES:
+            for sample, args in registry[name].make_samples("cpu", dtype):
+                assert_close(kernel(name, **args), reference(name, **args), f"{name} {dtype} {sample}")
+            for shape in SHAPES:
+                many = 70 * shape["kv_heads"] // shape["heads"] + 2  # more queries than one task takes
+                args = call(name, [1, 3, many], [700, 90, 130], dtype, **shape)
+                assert_close(kernel(name, **args), reference(name, **args), f"{name} {dtype} {shape}", factor=2)
+
+
+@pytest.mark.parametrize("wanted", ["plain", "avx2", "avx512", "amx"])
+def test_every_instruction_set_equals_the_reference(wanted: str) -> None:
+    from kvbackend import _build
+
+    needs = {"plain": True, "amx": _build.cpu_features()["amx_bf16"]}
+    if not needs.get(wanted, _build.cpu_features().get(wanted)):
+        pytest.skip(f"this CPU has no {wanted}")
+    code = f"from tests.cpu.test_attention_kernels import check_this_isa; check_this_isa({wanted!r})"
+    environment = {**os.environ, "KVBACKEND_CPU_ISA": wanted, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------------------------------- what a row may depend on
+
+
+@EVERY_OP
+@EVERY_DTYPE
+def test_the_number_of_threads_changes_no_bit(name: str, dtype: torch.dtype) -> None:
+    args = call(name, [1, 5, 150], [3000, 700, 200], dtype, heads=16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = kernel(name, **args)
+        for threads in (2, 3, 16):
+            torch.set_num_threads(threads)
+            assert_equal(kernel(name, **args), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@EVERY_OP
+@EVERY_DTYPE
+def test_batch_mates_change_no_bit(name: str, dtype: torch.dtype) -> None:
+    q_lens = [1, 4, 90, 1]
+    args = call(name, q_lens, [1500, 600, 400, 1], dtype, heads=16)
+    together = kernel(name, **args)
+    for index, (first, count) in enumerate(zip(args["cu_seqlens_q"].tolist(), q_lens, strict=False)):
+        rows = slice(first, first + count)
+        alone = args | {
+            **{key: args[key][rows] for key in queries(name)},
+            "block_table": args["block_table"][index : index + 1],
+            "seq_lens": args["seq_lens"][index : index + 1],
+            "cu_seqlens_q": torch.tensor([0, count]).int(),
+        }
+        assert_equal(kernel(name, **alone), (together[0][rows], together[1][rows]))
+
+
+@EVERY_DTYPE
+def test_windows_sinks_and_caps_hold_across_splits(dtype: torch.dtype) -> None:
+    args = call("paged_attention", [1, 7], [2500, 1300], dtype)
+    for options in (
+        dict(window=600),
+        dict(window=1200, causal=False),
+        dict(softcap=5.0, softmax_scale=1.0),
+        dict(sinks=torch.linspace(-3, 4, 8)),
+        dict(sinks=torch.linspace(-3, 4, 8, dtype=torch.bfloat16), window=1, softcap=2.0),
+    ):
+        wanted = reference("paged_attention", **args | options)
+        assert_close(kernel("paged_attention", **args | options), wanted, str(options), factor=2)
+
+
+def test_missing_blocks_hold_across_splits() -> None:
+    args = call("paged_attention", [1, 7], [2500, 1300])
+    args["block_table"][0, 3:150:2] = -1
+    args["block_table"][1, :70] = -1  # two splits without a key, but for the last blocks of the second
+    assert_close(kernel("paged_attention", **args), reference("paged_attention", **args))
+
+
+# -------------------------------------------------------------------------------------------------------- numbers
+
+
+@EVERY_OP
+@pytest.mark.parametrize("scale", [1e4, -1e4])
+def test_large_logits_survive(name: str, scale: float) -> None:
+    args = call(name, [1, 40], [900, 80], softmax_scale=scale)
+    out, lse = kernel(name, **args)
+    assert out.isfinite().all() and lse.isfinite().all()
+    exact, exact_lse = reference(name, **in_float64(registry[name], args))
+    assert difference(lse, exact_lse.float()) < 1e-6  # at such logits only the largest key counts, unless nearly tied
+    agree = (out - exact).abs().amax(-1) < 1e-2
+    assert agree.float().mean() > 0.95
+
+
+@EVERY_OP
+@EVERY_DTYPE
+def test_equal_logits_give_the_mean(name: str, dtype: torch.dtype) -> None:
+    args = call(name, [1], [1000], dtype)
+    args |= {key: torch.zeros_like(args[key]) for key in queries(name)}
+    out, lse = kernel(name, **args)
+    torch.testing.assert_close(lse, torch.full_like(lse, 1000.0).log(), rtol=1e-6, atol=0)
+    assert_close((out, lse), reference(name, **args), factor=2)
+
+
+@EVERY_OP
+@EVERY_DTYPE
+def test_nan_of_a_real_key_or_query_reaches_its_rows_only(name: str, dtype: torch.dtype) -> None:
+    args = call(name, [2, 1], [600, 40], dtype)
+    clean = kernel(name, **args)
+    caches = [args[key] for key in args if key.endswith("_cache")]
+    for cache in caches:
+        cache[args["block_table"][1, 0].item(), 3] = torch.nan
+    out, lse = kernel(name, **args)
+    assert out[2].isnan().all()
+    assert lse[2].isnan().all()
+    assert_equal((out[:2], lse[:2]), (clean[0][:2], clean[1][:2]))
+    for key in queries(name):
+        args[key] = args[key].clone()
+        args[key][0, 1] = torch.nan
+    out, lse = kernel(name, **args)
+    assert out[0, 1].isnan().all()
+    assert lse[0, 1].isnan()
+    assert_equal((out[1], lse[1]), (clean[0][1], clean[1][1]))
+
+
+# ------------------------------------------------------------------------------------------------- values gone wrong
+
+
+def guarded(tensor: Tensor, room: int = 4096) -> tuple[Tensor, Tensor]:
+    """A copy amid NaN (or a block id that no pool has), and the whole of what it lies in."""
+    strange = torch.nan if tensor.is_floating_point() else 1 << 20
+    whole = torch.full((tensor.numel() + 2 * room,), strange, dtype=tensor.dtype)
+    inner = whole[room : room + tensor.numel()].view(tensor.shape)
+    inner.copy_(tensor)
+    return inner, whole
+
+
+GARBAGE: dict[str, dict[str, Any]] = {
+    "block ids past the pool": dict(block_table=2**30),
+    "largest block ids": dict(block_table=2**31 - 1),
+    "negative block ids": dict(block_table=-(2**31)),
+    "lengths past the table": dict(seq_lens=2**31 - 1),
+    "negative lengths": dict(seq_lens=-5),
+    "offsets past the queries": dict(cu_seqlens_q=[0, 2**31 - 1, 2**31 - 1]),
+    "falling offsets": dict(cu_seqlens_q=[0, 3, -7]),
+    "most negative offsets": dict(cu_seqlens_q=[0, -(2**31), 2**31 - 1]),
+    "more queries than tokens": dict(seq_lens=1),
+    "max_seqlen_q of 0": dict(max_seqlen_q=0),
+    "negative max_seqlen_q": dict(max_seqlen_q=-1),
+    "max_seqlen_q too small": dict(max_seqlen_q=1),
+}
+
+
+@EVERY_OP
+@pytest.mark.parametrize("case", GARBAGE)
+def test_garbage_values_stay_within_the_tensors(name: str, case: str) -> None:
+    args = call(name, [3, 2], [70, 40])
+    for key, value in GARBAGE[case].items():
+        if torch.is_tensor(args[key]):
+            args[key] = torch.tensor(value).int().expand(args[key].shape).clone()
+        else:
+            args[key] = value
+    wholes = {}
+    for key, value in args.items():
+        if torch.is_tensor(value):
+            args[key], wholes[key] = guarded(value.nan_to_num(0.5) if value.is_floating_point() else value)
+    before = {key: whole.clone() for key, whole in wholes.items()}
+    out, lse = kernel(name, **args)
+    assert not out.isnan().any()  # no row from outside
+    assert not lse.isnan().any()
+    for key, whole in wholes.items():
+        assert torch.equal(whole.nan_to_num(7.0), before[key].nan_to_num(7.0)), f"{key} was written"
+    if "block" in case:
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+    if case == "lengths past the table":
+        full = args | {"seq_lens": torch.full_like(args["seq_lens"], args["block_table"].shape[1] * 16)}
+        assert_equal((out, lse), kernel(name, **full))
+
+
+@EVERY_OP
+def test_wide_block_ids_are_not_cut_to_32_bits(name: str) -> None:
+    args = call(name, [1], [40])
+    args["block_table"] = args["block_table"].long() + 2**32
+    out, lse = kernel(name, **args)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@EVERY_OP
+def test_offsets_that_do_not_start_at_zero_are_refused(name: str) -> None:
+    args = call(name, [3, 2], [70, 40])
+    args["cu_seqlens_q"] = args["cu_seqlens_q"] + 1
+    with pytest.raises(RuntimeError, match=r"\[kvbackend\] cu_seqlens_q starts with 1; .*: prepend a 0"):
+        kernel(name, **args)
+    with pytest.raises(ArgumentError, match="must start with 0"):
+        registry[name](**args)
+
+
+@EVERY_OP
+@pytest.mark.parametrize("tail", [0, 3])
+def test_queries_past_the_batch_give_nothing(name: str, tail: int) -> None:
+    args = call(name, [1, 2], [5, 9])
+    for key in queries(name):
+        args[key] = torch.cat((args[key], torch.full_like(args[key][:tail], torch.nan)))
+    out, lse = kernel(name, **args)
+    assert not out[3:].any()
+    assert (lse[3:] == -torch.inf).all()
+    assert out[:3].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------- strides, addresses
+
+
+@EVERY_OP
+@EVERY_DTYPE
+def test_offsets_past_two_to_the_31_elements(name: str, dtype: torch.dtype) -> None:
+    """Blocks lie so far apart that stride times id passes 2^31; only the pages in use are ever backed by memory."""
+    args = call(name, [1, 2], [40, 33], dtype)
+    apart = (1 << 31) // 6 + 64
+    for key in [key for key in args if key.endswith("_cache")]:
+        cache = args[key]
+        virtual = torch.empty(cache.shape[0] * apart, dtype=dtype)
+        far = virtual.as_strided(cache.shape, (apart, *cache.contiguous().stride()[1:]))
+        far.copy_(cache)
+        args[key + "_far"] = far
+    far_args = {key: args.pop(key + "_far", value) for key, value in list(args.items()) if not key.endswith("_far")}
+    assert max(far_args["block_table"].flatten().tolist()) * apart > 1 << 31
+    assert_equal(kernel(name, **far_args), kernel(name, **args))
+
+
+@EVERY_OP
+@EVERY_DTYPE
+def test_any_strides(name: str, dtype: torch.dtype) -> None:
+    args = call(name, [1, 2], [40, 33], dtype)
+    wanted = kernel(name, **args)
+    strided = dict(args)
+    for key, value in args.items():
+        if torch.is_tensor(value):  # the last dim first in memory, and every second element only
+            last_first = value.movedim(-1, 0).contiguous().movedim(0, -1)
+            strided[key] = torch.stack((last_first, last_first), -1)[..., 0]
+    assert not strided["block_table"].is_contiguous()
+    assert_close(kernel(name, **strided), wanted)
+    same = dict(args)
+    for key in queries(name):  # stride 0
+        same[key] = args[key][:1].expand_as(args[key])
+    assert_equal(kernel(name, **same), kernel(name, **same | {key: same[key].contiguous() for key in queries(name)}))
