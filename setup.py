@@ -33,7 +33,7 @@ AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # for the files tha
 VARIANTS = {"plain": [], "avx2": AVX2, "avx512": AVX512, "amx": AMX} if X86 else {"plain": []}
 
 
-class NotBuilt(Exception):
+class NotBuiltError(Exception):
     """Why a library is left out."""
 
 
@@ -88,9 +88,9 @@ def run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise NotBuilt(f"{command[0]} cannot be started ({error}): install a C++17 compiler or set CXX") from error
+        raise NotBuiltError(f"{command[0]} cannot be started ({error}): install a C++17 compiler or set CXX") from error
     if done.returncode:
-        raise NotBuilt(f"{' '.join(command)}\n{done.stderr}")
+        raise NotBuiltError(f"{' '.join(command)}\n{done.stderr}")
     if done.stderr:
         print(done.stderr, file=sys.stderr)
 
@@ -132,12 +132,14 @@ class BuildLibraries(build_ext):
                 import torch
 
                 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
-                    raise NotBuilt(f"torch is {torch.__version__}; the stable ABI needs 2.10 or newer")
+                    raise NotBuiltError(f"torch is {torch.__version__}; the stable ABI needs 2.10 or newer")
                 build(ROOT / "build" / f"{device}-{platform.machine()}", target)
                 self.built.append(device)
-            except (NotBuilt, ImportError) as error:
+            except (NotBuiltError, ImportError) as error:
                 target.unlink(missing_ok=True)  # an older one would hide that this one is not built
-                print(f"kvbackend: the {device} kernels are NOT built; the references will run.\n{error}", file=sys.stderr)
+                print(
+                    f"kvbackend: the {device} kernels are NOT built; the references will run.\n{error}", file=sys.stderr
+                )
         super().run()
 
     def build_extension(self, extension: Extension) -> None:

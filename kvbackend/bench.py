@@ -44,6 +44,7 @@ class Result:
     peers: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
+        """As the command prints it with --json."""
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
 
@@ -90,7 +91,11 @@ def dispatch_overhead(names: Iterable[str] = ("reshape_and_cache", "paged_attent
             continue
         values = tuple(op.bind((), args).values())
         plain, resolved = kernel(op), op.resolve(**args)
-        candidates: dict[str, Callable[..., Any]] = {"plain torch.ops call": plain, "automatic": op, "resolved": resolved}
+        candidates: dict[str, Callable[..., Any]] = {
+            "plain torch.ops call": plain,
+            "automatic": op,
+            "resolved": resolved,
+        }
         with torch.no_grad():
             times = interleaved({case: partial(function, *values) for case, function in candidates.items()})
         base = times["plain torch.ops call"]

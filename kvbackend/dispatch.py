@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -33,7 +33,7 @@ MAX_DECISIONS = 4096  # per op; past it the cache starts anew, so that ever-new 
 
 
 def _environment() -> Any:
-    """Something with `get(key: bytes)`. os.environ encodes and decodes, a microsecond a look; its byte table takes 30 ns."""
+    """Something with `get(key: bytes)`. A look at os.environ takes a microsecond, one at its byte table 30 ns."""
     table = getattr(os.environ, "_data", None)
     return table if os.name == "posix" and isinstance(table, dict) else _PortableEnvironment
 
@@ -68,7 +68,7 @@ class use:  # noqa: N801  (reads as a statement: `with kvbackend.use("reference"
     KVBACKEND_BACKEND instead.
     """
 
-    _stack: list[use] = []
+    _stack: ClassVar[list[use]] = []
     _lock = threading.Lock()
     version = 0  # changes with every choice: part of every decision's key
 
@@ -152,6 +152,7 @@ class Explanation:
     backends: tuple[Verdict, ...]
 
     def to_dict(self) -> dict[str, Any]:
+        """As `kvbackend explain --json` prints it."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -224,6 +225,7 @@ class Dispatcher:
             yield from adapter.unsupported(**seen)
 
     def refuse_gradients(self, args: Mapping[str, Any]) -> None:
+        """Raise ArgumentError where torch would want a gradient."""
         if torch.is_grad_enabled():
             for array in self.op.arrays:
                 if args[array.name] is not None and args[array.name].requires_grad:
@@ -261,6 +263,7 @@ class Dispatcher:
         return REFERENCE, op.reference
 
     def explain(self, args: Mapping[str, Any]) -> Explanation:
+        """Every backend's verdict on a call; see the function `explain`."""
         op = self.op
         op.arrays.check(args)
         seen = self.views(args)
@@ -299,11 +302,13 @@ class Dispatcher:
         why = "\n".join(f"  {line}" for verdict in refused for line in str(verdict).splitlines())
         message = why or f"  no backend serves device type {device}"
         if policy == "error":
-            raise UnsupportedError(f"no backend can run {self.op.name} on {device}, and KVBACKEND_FALLBACK=error:\n{message}")
+            raise UnsupportedError(
+                f"no backend can run {self.op.name} on {device}, and KVBACKEND_FALLBACK=error:\n{message}"
+            )
         if policy == "warn" and (key := (device, message)) not in self._warned:
             self._warned.add(key)
             warnings.warn(
-                f"{self.op.name} runs on the slow torch reference; no backend of {device} can take the call:\n{message}\n"
+                f"{self.op.name} runs on the slow torch reference; no backend of {device} takes the call:\n{message}\n"
                 f"  (KVBACKEND_FALLBACK=error makes this an error, =silent says nothing)",
                 FallbackWarning,
                 stacklevel=2,

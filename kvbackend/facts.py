@@ -34,41 +34,51 @@ class View:
         self._notes[self._array.name, expression] = None
 
     @property
-    def dtype(self) -> torch.dtype:  # always part of the key, as is the device
+    def dtype(self) -> torch.dtype:
+        """Always part of the key, as is the device."""
         return self._tensor.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where the tensor is."""
         return self._tensor.device
 
     @property
     def ndim(self) -> int:
+        """Number of dims; of the declared ones, no fact."""
         if self._array.tail:
             self._note("{}.ndim")
         return self._tensor.dim()
 
     def dim(self) -> int:
+        """As ndim."""
         return self.ndim
 
     @property
     def shape(self) -> Shape:
+        """Sizes, noted one by one."""
         return Shape(self)
 
     def size(self, dim: int) -> int:
+        """One size."""
         return self.shape[dim]
 
     def numel(self) -> int:
+        """Number of elements."""
         self._note("{}.numel()")
         return self._tensor.numel()
 
     def stride(self, dim: int) -> int:
+        """One stride, in elements."""
         self._note(f"{{}}.stride()[{dim}]")
         return self._tensor.stride()[dim]
 
     def element_size(self) -> int:
+        """Bytes of an element."""
         return self._tensor.element_size()
 
     def is_contiguous(self) -> bool:
+        """As torch has it."""
         self._note("{}.is_contiguous()")
         return self._tensor.is_contiguous()
 
@@ -78,6 +88,7 @@ class View:
         return self._tensor.data_ptr() % num_bytes == 0
 
     def is_pinned(self) -> bool:
+        """Whether it is in pinned host memory."""
         self._note("{}.is_pinned()")
         return self._tensor.is_pinned()
 

@@ -43,7 +43,9 @@ def allocate_kv(
     caches = []
     for dim in (head_dim, value_dim):
         if layout == "HND":
-            caches.append(torch.empty(num_blocks, kv_heads, block_size, dim, dtype=dtype, device=device).transpose(1, 2))
+            caches.append(
+                torch.empty(num_blocks, kv_heads, block_size, dim, dtype=dtype, device=device).transpose(1, 2)
+            )
         else:
             caches.append(torch.empty(num_blocks, block_size, kv_heads, dim, dtype=dtype, device=device))
     return caches[0], caches[1]

@@ -44,6 +44,7 @@ class Cell:
     evidence: str = ""
 
     def to_dict(self) -> dict[str, Any]:
+        """As the command prints it with --json."""
         return asdict(self)
 
 
@@ -85,7 +86,9 @@ def run_cell(op: Op, backend: str, device: str, dtype: torch.dtype, sample: str,
         largest = max(largest, apart)
         allowed = 0.0 if op.exact else TOLERANCES.get(tensor.dtype, 0.0)
         if not apart <= allowed:
-            faults.append(f"{name} differs from the reference by {apart:.3g} of its largest value; allowed {allowed:.3g}")
+            faults.append(
+                f"{name} differs from the reference by {apart:.3g} of its largest value; allowed {allowed:.3g}"
+            )
     faults += [
         f"{name} was written, but the op does not declare it"
         for name, value in got.items()

@@ -68,7 +68,7 @@ def missing(op: Op, device: str) -> Iterator[str]:
     if loaded.reason:
         return
     if op.name not in loaded.schemas:
-        yield f"the {device} library was built without {op.name}: rebuild it with `pip install --no-build-isolation -e .`"
+        yield f"the {device} library was built without {op.name}: run `pip install --no-build-isolation -e .` again"
     elif loaded.schemas[op.name] != op.schema:
         yield (
             f"the {device} library was built for another version of {op.name}: rebuild it with "

@@ -108,19 +108,23 @@ class Op:
     # what an op file adds to its function
 
     def check(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Set what must hold besides shapes and dtypes."""
         self._check = function
         self.dispatcher.add_reader(function)
         return function
 
     def values(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Set what must hold of values."""
         self._values = function
         return function
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Set how outputs look."""
         self._fake = function
         return function
 
     def samples(self, function: Callable[..., Iterable[Sample]]) -> Callable[..., Iterable[Sample]]:
+        """Set the example calls."""
         self._samples = function
         return function
 

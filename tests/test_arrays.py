@@ -18,7 +18,9 @@ class FakeOp:
     """As much of an op as key_source reads."""
 
     def __init__(self, **dims: str) -> None:
-        self.arrays = Arrays(Array(name.rstrip("_"), FLOAT, tuple(d.split()), name.endswith("_")) for name, d in dims.items())
+        self.arrays = Arrays(
+            Array(name.rstrip("_"), FLOAT, tuple(d.split()), name.endswith("_")) for name, d in dims.items()
+        )
 
     def slow(self, **shapes: tuple[int, ...] | None) -> bool:
         args = {name: None if shape is None else torch.zeros(shape) for name, shape in shapes.items()}
@@ -47,9 +49,11 @@ class FakeOp:
         (dict(a="H", b="1|H"), dict(a=(4,), b=(1,)), [dict(a=(4,), b=(0,))]),
         (dict(a="T", b="<=T"), dict(a=(4,), b=(2,)), [dict(a=(4,), b=(5,))]),
         (dict(a="T 2"), dict(a=(4, 2)), [dict(a=(4, 3))]),
-        (dict(a="n *page", b="m *page"), dict(a=(4, 2, 3), b=(5, 2, 3)), [dict(a=(4, 2, 3), b=(5, 2)), dict(a=(4, 2), b=(5, 3))]),
+        (dict(a="n *page", b="m *page"), dict(a=(4, 2, 3), b=(5, 2, 3)),
+         [dict(a=(4, 2, 3), b=(5, 2)), dict(a=(4, 2), b=(5, 3))]),
         (dict(a="n *page", b="*page"), dict(a=(4,), b=()), [dict(a=(4,), b=(1,))]),
-        (dict(a="T", b_="T", c_="nb", d_="nb"), dict(a=(1,), b=None, c=(2,), d=(2,)), [dict(a=(1,), b=None, c=(2,), d=(3,))]),
+        (dict(a="T", b_="T", c_="nb", d_="nb"), dict(a=(1,), b=None, c=(2,), d=(2,)),
+         [dict(a=(1,), b=None, c=(2,), d=(3,))]),
         (dict(a="T", b_="nb", c_="nb"), dict(a=(1,), b=None, c=(9,)), [dict(a=(1,), b=(2,), c=(9,))]),
         (dict(b_="T", a="T"), dict(b=(3,), a=(3,)), [dict(b=(3,), a=(4,))]),
     ],
@@ -80,9 +84,18 @@ def test_both_paths_agree_on_everything_small() -> None:
 def test_messages_name_what_was_got_and_what_is_allowed() -> None:
     arrays = FakeOp(q="T H D", cache="nb bs D").arrays
     for args, message in [
-        (dict(q=torch.zeros(2, 3), cache=torch.zeros(1, 1, 4)), r"q has 2 dims, shape \[2, 3\]; it must be \[T, H, D\]: "),
-        (dict(q=torch.zeros(2, 3, 4), cache=torch.zeros(1, 1, 5)), r"cache \[nb, bs, D\] has D = 5; it must be 4, the D of q: "),
-        (dict(q=torch.zeros(2, 3, 4).half(), cache=torch.zeros(1, 1, 4)), "q is torch.float16; it must be torch.float32: "),
+        (
+            dict(q=torch.zeros(2, 3), cache=torch.zeros(1, 1, 4)),
+            r"q has 2 dims, shape \[2, 3\]; it must be \[T, H, D\]: ",
+        ),
+        (
+            dict(q=torch.zeros(2, 3, 4), cache=torch.zeros(1, 1, 5)),
+            r"cache \[nb, bs, D\] has D = 5; it must be 4, the D of q: ",
+        ),
+        (
+            dict(q=torch.zeros(2, 3, 4).half(), cache=torch.zeros(1, 1, 4)),
+            "q is torch.float16; it must be torch.float32: ",
+        ),
         (dict(q=torch.zeros(2, 3, 4), cache=torch.zeros(1, 1, 4, device="meta")), "cache is on meta but q is on cpu; "),
     ]:
         with pytest.raises(ArgumentError, match=message):

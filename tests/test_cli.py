@@ -17,8 +17,7 @@ def run(*arguments: str) -> int:
     try:
         return main(arguments)
     except SystemExit as stopped:
-        assert isinstance(stopped.code, int)
-        return stopped.code
+        return int(stopped.code or 0)
 
 
 def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -53,7 +53,9 @@ def test_every_sample_equals_the_reference(name: str, backend: str, dtype: torch
     served = [REFERENCE, *(found.name for found in backends.serving(torch.device(device).type))]
     if backend not in served:
         pytest.skip(f"{backend} serves no {device} tensors; these backends do: {', '.join(served)}")
-    found = [run_cell(registry[name], backend, device, dtype, *sample) for sample in samples(name, dtype, device).items()]
+    found = [
+        run_cell(registry[name], backend, device, dtype, *sample) for sample in samples(name, dtype, device).items()
+    ]
     assert found
     faults = [f"{cell.sample}: {reason}" for cell in found for reason in cell.reasons if cell.status == "fail"]
     assert not faults, "\n".join(faults)
@@ -144,7 +146,13 @@ def test_traces_with_sizes_that_only_the_run_knows(name: str) -> None:
                 continue
             tensor = args[array.name]
             sizes = [
-                symbol("B") + 1 if word == "B+1" else symbol("T") if word == "<=T" else symbol(word) if word in counts else size
+                symbol("B") + 1
+                if word == "B+1"
+                else symbol("T")
+                if word == "<=T"
+                else symbol(word)
+                if word in counts
+                else size
                 for word, size in zip(array.fixed, tensor.shape, strict=False)
             ]
             call[array.name] = torch.empty([*sizes, *tensor.shape[len(sizes) :]], dtype=tensor.dtype, device="cpu")
@@ -155,7 +163,13 @@ class NoHostLook(TorchDispatchMode):
     """Raises where an op would make the host wait for the device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.__name__.split(".")[0] in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique"):
+        if function.__name__.split(".")[0] in (
+            "_local_scalar_dense",
+            "nonzero",
+            "is_nonzero",
+            "masked_select",
+            "unique",
+        ):
             raise AssertionError(f"{function} waits for the device")
         return function(*args, **(kwargs or {}))
 

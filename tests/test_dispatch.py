@@ -88,9 +88,13 @@ def test_a_decision_is_kept_for_what_it_rests_on(install) -> None:
 
 def test_the_fallback_warns_once_and_lists_every_reason(install) -> None:
     install(Toy("a", 1, "reason one", "reason two"), Toy("b", 2, "reason three"))
-    with pytest.warns(FallbackWarning) as caught:
+
+    def twice() -> None:
         reshape_and_cache(**sample())
         reshape_and_cache(**sample(torch.float16))
+
+    with pytest.warns(FallbackWarning) as caught:
+        twice()
     assert len(caught) == 1
     for reason in ("reason one", "reason two", "reason three"):
         assert reason in str(caught[0].message)
@@ -208,7 +212,8 @@ def test_environment_reaches_a_subprocess() -> None:
     code = """
         import torch, kvbackend
         from kvbackend.ops import registry, reshape_and_cache
-        print(kvbackend.explain(reshape_and_cache, **dict(reshape_and_cache.make_samples("cpu", torch.float32))["decode"]).chosen)
+        sample = dict(reshape_and_cache.make_samples("cpu", torch.float32))["decode"]
+        print(kvbackend.explain(reshape_and_cache, **sample).chosen)
     """
     environment = os.environ | {"KVBACKEND_BACKEND": "reference"}
     command = [sys.executable, "-c", textwrap.dedent(code)]
@@ -248,8 +253,8 @@ def test_many_signatures_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kvbackend.dispatch.MAX_DECISIONS", 8)
     for heads in range(1, 30):
         reshape_and_cache(
-            torch.zeros(1, heads, 4), torch.zeros(1, heads, 4), torch.zeros(1, 4, heads, 4), torch.zeros(1, 4, heads, 4),
-            torch.tensor([0]), k_scale=None,
+            torch.zeros(1, heads, 4), torch.zeros(1, heads, 4),
+            torch.zeros(1, 4, heads, 4), torch.zeros(1, 4, heads, 4), torch.tensor([0]),
         )  # fmt: skip
     assert len(reshape_and_cache.dispatcher._decisions) <= 8
 

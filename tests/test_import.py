@@ -26,9 +26,13 @@ def test_import_takes_less_than_50_ms() -> None:
     assert min(imports("import kvbackend")["kvbackend"] for _ in range(5)) < 50_000
 
 
-@pytest.mark.parametrize("command", ["--help", "run --help", "plan --help", "doctor --help", "ops --help", "matrix --help"])
+@pytest.mark.parametrize(
+    "command", ["--help", "run --help", "plan --help", "doctor --help", "ops --help", "matrix --help"]
+)
 def test_help_needs_no_torch(command: str) -> None:
-    found = imports(f"import sys; from kvbackend.cli import main\ntry: main({command.split()!r})\nexcept SystemExit: pass")
+    found = imports(
+        f"import sys; from kvbackend.cli import main\ntry: main({command.split()!r})\nexcept SystemExit: pass"
+    )
     assert "kvbackend.cli" in found
     assert "torch" not in found
 

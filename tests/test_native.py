@@ -25,7 +25,9 @@ def test_the_library_implements_every_source_file_with_todays_schema() -> None:
 
 
 def test_a_library_built_for_another_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda device: native.DeviceLibrary({"reshape_and_cache": "reshape_and_cache() -> ()"}))
+    monkeypatch.setattr(
+        native, "library", lambda device: native.DeviceLibrary({"reshape_and_cache": "reshape_and_cache() -> ()"})
+    )
     assert "another version" in next(native.missing(reshape_and_cache, "cpu"))
     monkeypatch.setattr(native, "library", lambda device: native.DeviceLibrary({}))
     assert "built without reshape_and_cache" in next(native.missing(reshape_and_cache, "cpu"))
@@ -73,13 +75,14 @@ def test_without_the_library_everything_works_on_the_reference(tmp_path: Path) -
     assert done.stderr.count("kernels are not built") == 1
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "amx"])
 def test_instruction_sets_can_be_forced_down(isa: str) -> None:
     build = pytest.importorskip("kvbackend._build", reason="the pybind11 module is not built")
-    best = next((name for name in ("avx512", "avx2") if build.cpu_features()[name]), "plain")
-    order = ["plain", "avx2", "avx512"]
-    code = "import ctypes, sys; f = ctypes.CDLL(sys.argv[1]).kvbackend_isa; f.restype = ctypes.c_char_p; print(f().decode())"
-    command = [sys.executable, "-c", "import torch; " + code, str(native.FOLDER / "libkvbackend_cpu.so")]
+    needs = {"amx": "amx_bf16", "avx512": "avx512", "avx2": "avx2"}
+    best = next((name for name, feature in needs.items() if build.cpu_features()[feature]), "plain")
+    order = ["plain", "avx2", "avx512", "amx"]
+    code = "import ctypes, sys, torch; f = ctypes.CDLL(sys.argv[1]).kvbackend_isa; f.restype = ctypes.c_char_p; "
+    command = [sys.executable, "-c", code + "print(f().decode())", str(native.FOLDER / "libkvbackend_cpu.so")]
     environment = os.environ | {"KVBACKEND_CPU_ISA": isa}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == min(isa, best, key=order.index)

@@ -145,7 +145,7 @@ def test_bar_on_a_terminal(run, folder, monkeypatch):
     code, out, err = run("--model", folder, "--json", "w1", "--max-new-tokens", 2)
     assert code == 0
     assert json.loads(out)["model"] == "tiny"
-    assert "4/4" in err
+    assert "3/3" in err
     assert "kvbackend run:" not in err
 
 

@@ -70,9 +70,7 @@ def _adapter(package: str, op_name: str) -> ModuleType | None:
 @cache
 def registered() -> dict[str, Backend]:
     """All backends by name, in the order in which they are asked."""
-    packages = {
-        module.name: f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__) if module.ispkg
-    }
+    packages = {module.name: f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__) if module.ispkg}
     packages.update({point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)})
     found = sorted((_load(name, package) for name, package in packages.items()), key=lambda b: (b.order, b.name))
     return {backend.name: backend for backend in found}

@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
         raise ArgumentError("prompt is empty; the model needs at least one word: write one")
     model_store.need_packages("transformers", "safetensors")
     with ExitStack() as chosen:
-        with steps(4) as step:
+        with steps(3) as step:
             step("importing torch and transformers", count=False)
             quieten_transformers()
             from .. import use

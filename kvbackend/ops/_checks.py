@@ -44,7 +44,7 @@ def same_dtype(name: str, tensor: Any, **others: Any) -> None:
     for other_name, other in others.items():
         need(
             other.dtype == tensor.dtype,
-            f"{other_name} is {other.dtype} but {name} is {tensor.dtype}; they must be of one dtype: convert one of them",
+            f"{other_name} is {other.dtype} but {name} is {tensor.dtype}; they must be of one dtype: convert one",
         )
 
 
@@ -87,12 +87,12 @@ def rotary_table(name: str, tensor: Any, cos_sin: Any) -> None:
 
 
 def shape_is(name: str, tensor: Any, shape: Iterable[Any], what: str, **others: Any) -> None:
-    """A tensor whose rank depends on the call has this shape; counts are given as expressions of the others' metadata."""
+    """A tensor whose rank depends on the call has this shape; counts are expressions of the others' metadata."""
     shape = tuple(shape)
     got = tensor._tensor.shape if isinstance(tensor, View) else tensor.shape
     message = (
-        f"{name} has shape {list(got)}; {what}, takes [{', '.join(map(str, shape))}]: pass scales of that granularity or "
-        f"choose the format that has these"
+        f"{name} has shape {list(got)}; {what}, takes [{', '.join(map(str, shape))}]: pass scales of that granularity "
+        f"or choose the format that has these"
     )
     need(tensor.ndim == len(shape), message)
     for dim, size in enumerate(shape):
@@ -126,7 +126,9 @@ def within(name: str, tensor: Tensor, low: int, high: int, what: str, hint: str)
     if bool(wrong.any()):
         index = int(wrong.flatten().nonzero()[0])
         got = tensor.flatten()[index].item()
-        need(False, f"{name} holds {what} {got} at index {index}; it must be in [{low}, {high}); {hint}: check its maker")
+        need(
+            False, f"{name} holds {what} {got} at index {index}; it must be in [{low}, {high}); {hint}: check its maker"
+        )
 
 
 def positions_within(positions: Tensor, cos_sin: Tensor) -> None:
@@ -151,21 +153,23 @@ def block_pairs(block_mapping: Tensor, num_sources: int, num_targets: int, one_p
         seen.add(target)
 
 
-def batch(block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_tokens: int, cache: Tensor) -> None:
+def batch(
+    block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_tokens: int, cache: Tensor
+) -> None:
     """The values that describe a varlen batch over a paged cache."""
-    num_blocks, block_size = cache.shape[:2]
+    block_size = cache.shape[1]
     capacity = block_table.shape[1] * block_size
     within("seq_lens", seq_lens, 0, capacity + 1, "length", f"block_table covers {capacity} tokens")
     running_sum("cu_seqlens_q", cu_seqlens_q, num_tokens)
     lengths = cu_seqlens_q.diff()
     need(  # a length of 0 is how graph padding marks a sequence that is not there
         bool(((lengths <= seq_lens) | (seq_lens == 0)).all()),
-        f"cu_seqlens_q names up to {max((lengths - seq_lens).tolist(), default=0)} more query tokens than seq_lens counts "
-        f"in the cache; seq_lens counts the current tokens too: add them",
+        f"cu_seqlens_q names up to {max((lengths - seq_lens).tolist(), default=0)} more query tokens than seq_lens "
+        f"counts in the cache; seq_lens counts the current tokens too: add them",
     )
     need(
         lengths.numel() == 0 or int(lengths.max()) <= max_seqlen_q,
-        f"max_seqlen_q is {max_seqlen_q}; the longest query of cu_seqlens_q has {int(lengths.max()) if len(lengths) else 0} "
+        f"max_seqlen_q is {max_seqlen_q}; the longest query of cu_seqlens_q has {max(lengths.tolist(), default=0)} "
         f"tokens: pass at least that",
     )
     blocks_in_use("block_table", block_table, seq_lens, cache)
@@ -185,5 +189,5 @@ def running_sum(name: str, cu_seqlens: Tensor, num_tokens: int) -> None:
     need(bool((cu_seqlens.diff() >= 0).all()), f"{name} falls; a running sum never does: pass cumulated lengths")
     need(
         int(cu_seqlens[-1]) <= num_tokens,
-        f"{name} ends with {int(cu_seqlens[-1])} but there are {num_tokens} tokens; it must not pass them: pass all tokens",
+        f"{name} ends with {int(cu_seqlens[-1])} but there are {num_tokens} tokens; it must not pass them: pass all",
     )

@@ -87,15 +87,15 @@ class Cached:
         )
         need(
             self.cache.dtype == like.dtype,
-            f"{self.name} is {self.cache.dtype} but {like_name} is {like.dtype}; without a quantized kv_format they must "
-            f"be of one dtype: convert one of them",
+            f"{self.name} is {self.cache.dtype} but {like_name} is {like.dtype}; without a quantized kv_format they "
+            f"must be of one dtype: convert one of them",
         )
 
     def _check_quantized(self, fmt: KVFormat, writes: bool) -> None:
         need(
             self.cache.dtype == split.storage(fmt),
-            f"{self.name} is {self.cache.dtype}; kv_format {self.kv_format!r} stores {split.storage(fmt)}: allocate the "
-            f"cache in that dtype",
+            f"{self.name} is {self.cache.dtype}; kv_format {self.kv_format!r} stores {split.storage(fmt)}: allocate "
+            f"the cache in that dtype",
         )
         need(
             not (writes and fmt.granularity == "kivi" and self.role == "key"),

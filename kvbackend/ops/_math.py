@@ -106,7 +106,12 @@ def unpad(padded: list[Tensor], cu_seqlens_q: Tensor, num_tokens: int, empty: fl
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, softmax_scale: float, softcap: float = 0.0,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    softmax_scale: float,
+    softcap: float = 0.0,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(cap(q k^T * scale) + bias) v over the allowed keys.

@@ -32,7 +32,7 @@ def concat_and_cache_mla(
                            engines keep both as slices of one [nb, bs, kv_lora_rank + qk_rope_head_dim] tensor
     slot_mapping           slot of each token, block * bs + offset; -1 skips the token. It may be shorter than ckv
                            (graph padding): the tokens beyond it are skipped.
-    kv_format              how a cached token reads: "auto", as the cache's dtype says, or a name of `kvbackend.formats`.
+    kv_format              how a cached token reads: "auto", as the dtype says, or a name of `kvbackend.formats`.
                            A quantized one is the latent's; the rotary part, small and sensitive, stays in kpe's dtype
     k_scale                [1], dequantization multiplier of a format that has one per tensor; nvfp4's global scale
     k_scale_cache          [nb, bs, 1], or [nb, bs, kv_lora_rank / group], written beside the codes: the scales of a

@@ -36,9 +36,9 @@ def gather_cache(
     kv_format     how a cached token reads: "auto", as the cache's dtype says, or the name of one of `kvbackend.formats`
     scale, scale_cache   the scales of a quantized format, as `reshape_and_cache` takes them for this cache
     out_format    "fp32", "bf16" or "fp16"; "auto": the cache's dtype, and float32 for a quantized format
-    Returns [num_tokens, *row], dequantized, in out_format: the rows of sequence b at cu_seqlens[b] .. cu_seqlens[b+1]-1. Rows
-    beyond cu_seqlens[-1], and rows of positions in a block that is -1 or beyond the table, are zeros.
-
+    Returns [num_tokens, *row], dequantized, in out_format: the rows of sequence b at cu_seqlens[b] ..
+    cu_seqlens[b+1]-1. Rows beyond cu_seqlens[-1], and rows of positions in a block that is -1 or beyond the table, are
+    zeros.
     Table entries outside the positions read are not looked at, and NaN in other rows of a block reaches nothing.
     Undefined: a cu_seqlens that falls or passes num_tokens; on accelerators, a block outside the cache (the CPU kernel
     gives zeros).
@@ -76,8 +76,8 @@ def _(cache, kv_format, scale, scale_cache, out_format, **_):
     fmt = cached.format
     need(
         fmt is None or fmt.granularity != "kivi",
-        f"kv_format is {kv_format!r}, whose groups span tokens or whose rows have two kinds of scales; gather_cache reads "
-        f"formats with scales per token: read it with paged_attention or dequantize whole groups with dequantize_kv",
+        f"kv_format is {kv_format!r}, whose groups span tokens; gather_cache reads formats with scales per token: "
+        f"read it with paged_attention or dequantize whole groups with dequantize_kv",
     )
     cached.check("cache", cache)
     need(

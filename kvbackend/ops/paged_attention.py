@@ -71,9 +71,7 @@ def paged_attention(
     """
     _math.check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
     num_tokens, num_heads, _ = q.shape
-    keys, values = _caches(
-        key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache
-    )
+    keys, values = _caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
     if num_tokens == 0 or seq_lens.shape[0] == 0 or max_seqlen_q <= 0:
         return (
             q.new_zeros(num_tokens, num_heads, values.width()),
@@ -115,7 +113,13 @@ def paged_attention(
 
 def _caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache):
     return _formats.caches(
-        kv_format, ("key_cache", key_cache), ("value_cache", value_cache), k_scale, v_scale, k_scale_cache, v_scale_cache
+        kv_format,
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+        k_scale,
+        v_scale,
+        k_scale_cache,
+        v_scale_cache,
     )
 
 
@@ -182,8 +186,9 @@ def _(device, dtype):
     yield "sinks without keys", call(pool, [1, 2], [0, 2], sinks=Maker(device, torch.float32).randn(6))
     yield "window, sinks, softcap", call(pool, *mixed, window=4, softcap=3.0, sinks=pool.randn(6))
     yield "no lse", call(pool, *mixed, return_lse=False)
-    yield "native format by name", call(
-        pool, *mixed, kv_format={torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, "fp16")
+    yield (
+        "native format by name",
+        call(pool, *mixed, kv_format={torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, "fp16")),
     )
     wide = pool.randn(5, 6, 3 * pool.head_dim)
     yield "sliced q", call(pool, *mixed, q=wide[..., pool.head_dim : 2 * pool.head_dim])

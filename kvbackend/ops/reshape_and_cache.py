@@ -29,14 +29,14 @@ def reshape_and_cache(
     """Write the key and value rows of any tokens to their slots of a paged cache.
 
     key, value               [T, Hk, D | Dv]; any strides
-    key_cache, value_cache   [nb, bs, Hk, width], written in place; any strides. Without a quantized format width is D or
-                             Dv and the dtype is key's; a quantized one stores codes, 4-bit ones two in a byte
+    key_cache, value_cache   [nb, bs, Hk, width], written in place; any strides. Without a quantized format width is D
+                             or Dv and the dtype is key's; a quantized one stores codes, 4-bit ones two in a byte
     slot_mapping             slot of each token, block * bs + offset; -1 skips the token. It may be shorter than key
                              (graph padding): the tokens beyond it are skipped.
     kv_format                how a cached token reads: "auto", as the cache's dtype says, or a name of
                              `kvbackend.formats`; "int8/fp8_e4m3" names one for keys and one for values
-    k_scale, v_scale         dequantization multipliers that the format has per tensor [1], head [Hk] or channel [Hk, D];
-                             the global scale [1] of nvfp4
+    k_scale, v_scale         dequantization multipliers that the format has per tensor [1], head [Hk] or channel
+                             [Hk, D]; the global scale [1] of nvfp4
     k_scale_cache, v_scale_cache   [nb, bs, Hk] or [nb, bs, Hk, D / group], written beside the codes: the scales of a
                              format that has them per token and head, or per group of channels
 
@@ -46,7 +46,13 @@ def reshape_and_cache(
     """
     num_tokens = slot_mapping.shape[0]
     keys, values = _formats.caches(
-        kv_format, ("key_cache", key_cache), ("value_cache", value_cache), k_scale, v_scale, k_scale_cache, v_scale_cache
+        kv_format,
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+        k_scale,
+        v_scale,
+        k_scale_cache,
+        v_scale_cache,
     )
     keys.write(slot_mapping, key[:num_tokens])
     values.write(slot_mapping, value[:num_tokens])
@@ -55,7 +61,13 @@ def reshape_and_cache(
 @reshape_and_cache.check
 def _(key, value, key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache, **_):
     keys, values = _formats.caches(
-        kv_format, ("key_cache", key_cache), ("value_cache", value_cache), k_scale, v_scale, k_scale_cache, v_scale_cache
+        kv_format,
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+        k_scale,
+        v_scale,
+        k_scale_cache,
+        v_scale_cache,
     )
     keys.check("key", key, key.shape[2], writes=True)
     values.check("value", value, value.shape[2], writes=True)

@@ -16,6 +16,16 @@ from kvbackend import ArgumentError, rope
 from kvbackend.compress import Calibration, PostRopeWarning, Projection, calibrate, lowrank
 from kvbackend.ops import apply_rope, lowrank_project, lowrank_reconstruct
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Matrices this small cost more to share between threads than to multiply."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 DOUBLE = dict(rtol=1e-9, atol=1e-9)  # float64 by way of second moments, whose condition is the square of the data's
 
 
@@ -321,8 +331,8 @@ def build(kind: str = "llama", **options: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=512, initializer_range=0.2,
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, head_dim=HEAD_DIM,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=512, initializer_range=0.2,
         pad_token_id=0, eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -338,7 +348,12 @@ def llama(kind: str = "llama") -> Any:
     return build(kind)
 
 
-def tokens(count: int = 200, seed: int = 0, rows: int = 2) -> torch.Tensor:
+@cache
+def small(compress: str = "kv") -> Calibration:
+    return calibrate(llama(), tokens(), rank=4, compress=compress)
+
+
+def tokens(count: int = 100, seed: int = 0, rows: int = 2) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
@@ -523,7 +538,7 @@ def test_save_and_load(tmp_path):
         for got, want in ((other.pair.down, one.pair.down), (other.pair.up, one.pair.up), (other.error, one.error)):
             assert torch.equal(got, want)
         assert (one.logit_error is None) == (other.logit_error is None)
-    assert Calibration.load(_saved(calibrate(llama(), tokens(), rank=4, compress="v"), tmp_path)).keys == ()
+    assert Calibration.load(_saved(small("v"), tmp_path)).keys == ()
 
 
 def _saved(found: Calibration, folder: Any) -> Any:
@@ -532,7 +547,7 @@ def _saved(found: Calibration, folder: Any) -> Any:
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
-    found = calibrate(llama(), tokens(), rank=4)
+    found = small()
     path = tmp_path / "kept.safetensors"
     found.save(path)
     before = path.read_bytes()
@@ -542,7 +557,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        calibrate(llama(), tokens(), rank=8).save(path)
+        small("v").save(path)
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.raises(ArgumentError, match=r"cannot be written .*; its folder must exist"):
@@ -552,7 +567,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 def test_load_refuses(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    path = _saved(calibrate(llama(), tokens(), rank=4, compress="v"), tmp_path)
+    path = _saved(small("v"), tmp_path)
     data = path.read_bytes()
     cut, strange, lacking, other = (tmp_path / f"{name}.safetensors" for name in ("cut", "strange", "lacking", "other"))
     cut.write_bytes(data[:-10])

@@ -52,7 +52,9 @@ def call(
     generator = torch.Generator().manual_seed(7)
     columns = max(1, *(-(-length // block_size) for length in seq_lens))
     num_blocks = len(seq_lens) * columns + 1
-    table = torch.randperm(num_blocks, generator=generator)[: len(seq_lens) * columns].view(len(seq_lens), columns).int()
+    table = (
+        torch.randperm(num_blocks, generator=generator)[: len(seq_lens) * columns].view(len(seq_lens), columns).int()
+    )
     row = (kv_heads, 2 * dim) if name == "paged_attention" else (dim + 16,)
     pool = torch.full((num_blocks, block_size, *row), torch.nan, dtype=dtype)
     for blocks, length in zip(table.long(), seq_lens, strict=True):

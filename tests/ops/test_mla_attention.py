@@ -84,7 +84,13 @@ def test_golden_absorbed_decode() -> None:
     q_nope = reference(absorb_q, q_nope=wave(12.0, 2, 4)[None], w_uk=wave(14.0, 2, 4, 6))
     call = batch([1], [5], block_size=5)
     latent, _ = reference(
-        mla_attention, q_nope=q_nope, q_pe=q_pe[None], ckv_cache=ckv[None], kpe_cache=kpe[None], softmax_scale=8**-0.5, **call
+        mla_attention,
+        q_nope=q_nope,
+        q_pe=q_pe[None],
+        ckv_cache=ckv[None],
+        kpe_cache=kpe[None],
+        softmax_scale=8**-0.5,
+        **call,
     )
     out = reference(project_out, latent=latent, w_uv=wave(15.0, 2, 4, 6))[0]
     want = [[-0.16810142, -2.02909515, 1.49229775, 1.05521514], [-1.28391859, 0.33537828, 1.06504926, -1.03043407]]

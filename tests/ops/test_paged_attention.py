@@ -19,7 +19,9 @@ from tests.golden import wave
 class Case:
     """A random batch in float64, its keys and values also as plain lists of rows."""
 
-    def __init__(self, q_lens: list[int], seq_lens: list[int], heads: int = 4, kv_heads: int = 2, block_size: int = 3) -> None:
+    def __init__(
+        self, q_lens: list[int], seq_lens: list[int], heads: int = 4, kv_heads: int = 2, block_size: int = 3
+    ) -> None:
         generator = torch.Generator().manual_seed(sum(q_lens) * 31 + sum(seq_lens))
 
         def draw(*shape: int) -> torch.Tensor:

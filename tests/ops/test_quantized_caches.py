@@ -56,7 +56,9 @@ def call(kv_format: str, key: torch.Tensor, value: torch.Tensor) -> dict[str, An
     )  # fmt: skip
 
 
-def dequantized(kv_format: str, rows: torch.Tensor, scales: dict[str, torch.Tensor | None] | None = None) -> torch.Tensor:
+def dequantized(
+    kv_format: str, rows: torch.Tensor, scales: dict[str, torch.Tensor | None] | None = None
+) -> torch.Tensor:
     fmt = formats.get(kv_format)
     global_scale = codecs.global_scale_of(rows) if fmt.global_scale else None
     return codecs.decode(*codecs.encode(rows, fmt, global_scale=global_scale), fmt, global_scale=global_scale)
@@ -105,9 +107,7 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(kv_format: s
     out, lse = paged_attention(q, **arguments, **batch)
     key_format, value_format = formats.pair(kv_format)
     plain_key, plain_value = torch.full((2, BLOCKS, BLOCK, HEADS, DIM), torch.nan)
-    reshape_and_cache(
-        dequantized(key_format, key), dequantized(value_format, value), plain_key, plain_value, slots
-    )
+    reshape_and_cache(dequantized(key_format, key), dequantized(value_format, value), plain_key, plain_value, slots)
     want, want_lse = paged_attention(q, plain_key, plain_value, **batch)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
@@ -152,8 +152,16 @@ def test_wrong_scales_are_told_before_any_write() -> None:
         ("int8", dict(k_scale_cache=None), "k_scale_cache is None"),
         ("int8", dict(k_scale_cache=torch.ones(BLOCKS, BLOCK, HEADS, 2)), "k_scale_cache has shape"),
         ("mxfp4", dict(k_scale_cache=torch.ones(BLOCKS, BLOCK, HEADS, 1)), "k_scale_cache is torch.float32"),
-        ("mxfp4", dict(key_cache=torch.zeros(BLOCKS, BLOCK, HEADS, DIM, dtype=torch.uint8)), "holds rows of 64 numbers"),
-        ("int8", dict(key_cache=torch.zeros(BLOCKS, BLOCK, HEADS, DIM)), "key_cache is torch.float32; kv_format 'int8'"),
+        (
+            "mxfp4",
+            dict(key_cache=torch.zeros(BLOCKS, BLOCK, HEADS, DIM, dtype=torch.uint8)),
+            "holds rows of 64 numbers",
+        ),
+        (
+            "int8",
+            dict(key_cache=torch.zeros(BLOCKS, BLOCK, HEADS, DIM)),
+            "key_cache is torch.float32; kv_format 'int8'",
+        ),
         ("nvfp4", dict(k_scale=None), "one for the whole tensor"),
     ]:
         good = call(kv_format, key, value) | dict(slot_mapping=torch.tensor([0, 1]))
