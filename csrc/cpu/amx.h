@@ -104,26 +104,31 @@ inline void pack_queries(const bf16* queries, int64_t dim, bf16* out) {
   }
 }
 
-// Values [count, dims], a row every `row` numbers, as B tiles [kTile / 32, dims / 16]. The unpacking leaves the columns of each two tiles in an order
-// of its own, which from_tiles undoes. Rows past count become 0.
+// Values [count, dims], a row every `row` numbers, as B tiles [kTile / 32, dims / 16]. The unpacking leaves the columns
+// of each two tiles in an order of its own, which from_tiles undoes. Rows past count become 0.
 template <class Ahead>
 void pack_values(const bf16* values, int64_t row, int64_t dims, int64_t count, bf16* out, Ahead& ahead) {
-  for (int64_t n = 0; n < round_up(count, kDepth); n += 2) {
-    ahead.step();
-    const __mmask32 first = n < count ? ~0u : 0, second = n + 1 < count ? ~0u : 0;
-    bf16* tiles = out + n / kDepth * (kDepth * dims) + n % kDepth / 2 * kDepth;
+  for (int64_t first = 0; first < count; first += kDepth) {
     for (int64_t d = 0; d < dims; d += kDepth) {
-      const __m512i a = _mm512_maskz_loadu_epi16(first, values + n * row + d);
-      const __m512i b = _mm512_maskz_loadu_epi16(second, values + (n + 1) * row + d);
-      _mm512_storeu_si512(tiles + d * kDepth, _mm512_maskz_unpacklo_epi16(~0u, a, b));
-      _mm512_storeu_si512(tiles + d * kDepth + kTileNumbers, _mm512_maskz_unpackhi_epi16(~0u, a, b));
+      ahead.step();
+      bf16* tiles = out + (first * dims + d * kDepth);
+      for (int64_t i = 0; i < kDepth; i += 2) {
+        const int64_t n = first + i;
+        const __m512i a = _mm512_maskz_loadu_epi16(n < count ? ~0u : 0, values + n * row + d);
+        const __m512i b = _mm512_maskz_loadu_epi16(n + 1 < count ? ~0u : 0, values + (n + 1) * row + d);
+        _mm512_storeu_si512(tiles + i * kSide, _mm512_maskz_unpacklo_epi16(~0u, a, b));
+        _mm512_storeu_si512(tiles + i * kSide + kTileNumbers, _mm512_maskz_unpackhi_epi16(~0u, a, b));
+      }
     }
   }
 }
 
 inline void from_tiles(const float* row, int64_t size, float* out) {
-  for (int64_t base = 0; base < size; base += kDepth) {
-    for (int64_t i = 0; i < kDepth; ++i) out[base + i] = row[base + i / 4 % 2 * kSide + i / 8 * 4 + i % 4];
+  constexpr auto numbers = std::make_integer_sequence<int, 16>{};
+  for (int64_t d = 0; d < size; d += kDepth) {
+    const Vec low = load(row + d), high = load(row + d + kSide);
+    store(out + d, mix_lanes<0, 4, 1, 5>(low, high, numbers));
+    store(out + d + kSide, mix_lanes<2, 6, 3, 7>(low, high, numbers));
   }
 }
 
@@ -209,9 +214,11 @@ void weigh_tiles(const bf16* weights, int64_t key_tiles, int64_t width, const bf
     const bf16* columns = values + d * kDepth;
     int64_t row = 0;
     for (; row + 2 * kSide <= width; row += 2 * kSide)
-      weigh_block<2, 2>(weights + row * key_tiles * kDepth, key_tiles, columns, count, dims, out + row * dims + d, ahead);
+      weigh_block<2, 2>(weights + row * kDepth * key_tiles, key_tiles, columns, count, dims, out + row * dims + d,
+                        ahead);
     for (; row < width; row += kSide)
-      weigh_block<1, 2>(weights + row * key_tiles * kDepth, key_tiles, columns, count, dims, out + row * dims + d, ahead);
+      weigh_block<1, 2>(weights + row * kDepth * key_tiles, key_tiles, columns, count, dims, out + row * dims + d,
+                        ahead);
   }
 }
 

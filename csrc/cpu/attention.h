@@ -3,8 +3,8 @@
 // The work is cut into tasks: some queries of one sequence x some kv heads x a range of keys. A task walks its keys in
 // tiles of kTile and keeps, for each row (a query and a head), a running maximum, a sum of weights and a weighted sum
 // of values. All query heads of a kv head are rows of one task, so a cached row is read once for all of them. Where a
-// sequence has few queries, its keys are cut at multiples of kSplit and the parts are merged in order. So what a row
-// comes to depends on its own sequence alone: neither on the batch nor on the number of threads.
+// sequence has few queries, its keys are cut into parts, which are merged in order. What a row comes to depends on its
+// own sequence alone, neither on the batch nor on the number of threads: the length decides where keys are cut.
 //
 // An op brings a Source, which knows what a query, a key and a value are:
 //
@@ -13,12 +13,12 @@
 //   bool in_place();                                 rows can be read where they lie: key_row and value_row
 //   bool stored();                                   keys are as the cache holds them
 //   void load_query(token, head, E* out);            E is float, or T
+//   void load_key(keys, n, head, E* out), load_value(keys, n, head, E* out);
+//   const T* key_row(keys, n, head), *value_row(keys, n, head);
 //   void locate(Keys&, int64_t n);                   from key n's block and slot: where its rows are
 //   bool in_order();                                 positions are indices within the sequence
 //   int64_t position(block, slot);                   where they are not
-//   const T* key_row(keys, n, head), *value_row(keys, n, head);
-//   void load_key(keys, n, head, E* out), load_value(keys, n, head, E* out);
-//   void prefetch(keys, head, Prefetcher&);           names the rows that will be wanted next
+//   void prefetch(keys, head, Prefetcher&);          names the rows that will be wanted next
 //   bool bias(keys, head, float* out);               what is added to the logits of each key; false: nothing
 #pragma once
 
@@ -35,12 +35,13 @@
 
 namespace kvbackend::KVBACKEND_ISA {
 
-constexpr int64_t kTile = 64;           // keys attended to at once
-constexpr int64_t kRows = 64;           // rows of a task
-constexpr int64_t kPanel = 128;         // dims of keys and queries that are kept in L1
-constexpr int64_t kSplit = 512;         // keys of a task of a sequence with few queries
+constexpr int64_t kTile = 64;             // keys attended to at once
+constexpr int64_t kRows = 64;             // rows of a task
+constexpr int64_t kPanel = 128;           // dims of keys and queries that are kept in L1
+constexpr int64_t kSplit = 512;           // where a sequence's keys may be cut: multiples of it
+constexpr int64_t kMostParts = 32;        // of one sequence
 constexpr int64_t kThreadWork = 1 << 20;  // multiplications that are worth another thread
-constexpr int64_t kLine = 64;           // bytes of a cache line
+constexpr int64_t kLine = 64;             // bytes of a cache line
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // ------------------------------------------------------------------------------------------------------- the batch
@@ -83,7 +84,7 @@ struct Sequence {
   int64_t queries;
   int64_t length;       // keys
   int64_t start;        // index of its first query; negative where it has more queries than tokens
-  int64_t first_part = 0, parts = 0;  // what its tasks leave to be merged
+  int64_t split = 0, first_part = 0, parts = 1;  // where its keys are cut, and what is left to be merged
 };
 
 // The sequences that have queries and keys, whatever the numbers say: nothing outside the table nor q is named.
@@ -134,12 +135,12 @@ struct Rule {
 };
 
 struct Task {
-  int64_t sequence;              // index into the batch
+  int64_t sequence;  // index into the batch
   int64_t first_query, queries;
-  int64_t first_head, heads;     // kv heads
-  int64_t first_member, members; // which query heads of each kv head
-  int64_t begin, end;            // keys
-  int64_t part;                  // -1: the result is final
+  int64_t first_head, heads;      // kv heads
+  int64_t first_member, members;  // which query heads of each kv head
+  int64_t begin, end;             // keys
+  int64_t part;                   // -1: the result is final
 
   int64_t rows() const { return queries * members; }
 };
@@ -176,15 +177,23 @@ class Prefetcher {
   int64_t bytes_[2 * kTile + 4] = {};
 };
 
-// Floats of a thread's own, aligned to cache lines, all 0.
+// Floats of a thread's own, aligned to cache lines. Made when first wanted, since untouched memory costs nothing.
 class Floats {
  public:
-  explicit Floats(int64_t size)
-      : data_(static_cast<float*>(std::aligned_alloc(kLine, round_up(size * sizeof(float) + 1, kLine)))) {
+  float* data() const { return data_.get(); }
+  operator float*() const { return data_.get(); }
+
+  void want(int64_t size) {
+    if (data_) return;
+    data_.reset(static_cast<float*>(std::aligned_alloc(kLine, round_up(size * sizeof(float) + 1, kLine))));
     if (!data_) throw std::bad_alloc();
+  }
+
+  void want_zeros(int64_t size) {
+    if (data_) return;
+    want(size);
     std::fill_n(data_.get(), size, 0.0f);
   }
-  operator float*() const { return data_.get(); }
 
  private:
   struct Free {
@@ -195,8 +204,8 @@ class Floats {
 
 // --------------------------------------------------------------------------------------------------------- the loops
 //
-// Scores of a tile lie key by key, `width` rows each: scores[n * width + row]. `width` is the number of rows, rounded up
-// to a power of two below kLanes and to a multiple of kLanes above.
+// Scores of a tile lie key by key, `width` rows each: scores[n * width + row]. `width` is the number of rows, rounded
+// up to a power of two below kLanes and to a multiple of kLanes above.
 
 inline int64_t width_of(int64_t rows) {
   if (rows > kLanes / 2) return round_up(rows, kLanes);
@@ -205,8 +214,8 @@ inline int64_t width_of(int64_t rows) {
   return width;
 }
 
-// Few rows: lanes run over dims. R rows x kAccumulators / R keys in registers; a key is read once for R rows. The queries
-// [R, dim] stay in L1. `keys` may be read up to the next multiple of kAccumulators / R.
+// Few rows: lanes run over dims. R rows x kAccumulators / R keys in registers; a key is read once for R rows. The
+// queries [R, dim] stay in L1. `keys` may be read up to the next multiple of kAccumulators / R.
 template <int R, class E>
 void score_few(const float* queries, int64_t dim, const E* const* keys, int64_t count, float* scores, int64_t width,
                Prefetcher& ahead) {
@@ -234,9 +243,9 @@ void score_few(const float* queries, int64_t dim, const E* const* keys, int64_t 
   }
 }
 
-// Many rows: lanes run over rows. V vectors of rows x up to 8 keys in registers; a number of a key meets all of them. Adds
-// the products of `dims` dims, a panel of the keys [count, key_row] and of the queries [dims, width] that stays in L1.
-// Keys may be read up to a multiple of 8.
+// Many rows: lanes run over rows. V vectors of rows x up to 8 keys in registers; a number of a key meets all of them.
+// Adds the products of `dims` dims, a panel of the keys [count, key_row] and of the queries [dims, width] that stays in
+// L1. Keys may be read up to a multiple of 8.
 template <int V>
 void score_many(const float* queries, int64_t dims, const float* keys, int64_t key_row, int64_t count, float* scores,
                 int64_t width, Prefetcher& ahead) {
@@ -280,8 +289,8 @@ inline void score_many_rows(const float* queries, int64_t dim, const float* keys
   }
 }
 
-// out[row] = decay[row] * out[row] + sum over keys of weights[n, row] * value n, for R rows and V vectors of dims, which
-// stay in registers while the keys go by.
+// out[row] = decay[row] * out[row] + sum over keys of weights[n, row] * value n, for R rows and V vectors of dims,
+// which stay in registers while the keys go by.
 template <int R, int V, class E>
 void weigh(const float* weights, int64_t width, const E* const* values, int64_t count, int64_t dim, const float* decay,
            float* out, int64_t out_row, Prefetcher& ahead) {
@@ -328,8 +337,8 @@ void weigh_all(const float* weights, int64_t width, const E* const* values, int6
 }
 
 // Scores of `count` keys become weights; peak and total of each row are brought up to date, and decay is what the row's
-// earlier total and values are worth now. All three have `width` floats, or kLanes where width is less: then lanes repeat
-// the rows, and total is spread over the repeats.
+// earlier total and values are worth now. All three have `width` floats, or kLanes where width is less: then lanes
+// repeat the rows, and total is spread over the repeats.
 inline void soften(float* scores, int64_t count, int64_t width, float* peak, float* total, float* decay) {
   const int64_t step = std::max<int64_t>(width, kLanes), size = count * width;
   std::fill(scores + size, scores + round_up(size, kLanes), -kInfinity);
@@ -376,19 +385,16 @@ class Worker {
         pages_(pages),
         rule_(rule),
         dim_(round_up(source.dim(), kPair)),
-        value_dim_(round_up(source.value_dim(), kPair)),
-        queries_(kRows * dim_),
-        sums_(kRows * value_dim_),
-        peak_(kRows * kLanes),
-        total_(kRows * kLanes),
-        decay_(std::max<int64_t>(kRows, kLanes)),
-        scores_(kTile * kRows),
-        bias_(kTile),
-        row_(std::max(dim_, value_dim_)),
-        key_rows_(kTile * dim_),
-        value_rows_(Source::kValuesAreKeys ? 0 : kTile * value_dim_),
-        packed_values_(kTiles<T> ? kTile * value_dim_ : 0),
-        packed_weights_(kTiles<T> ? kTile * kRows : 0) {}
+        value_dim_(round_up(source.value_dim(), kPair)) {
+    queries_.want(kRows * dim_);
+    sums_.want(kRows * value_dim_);
+    peak_.want(kRows * kLanes);
+    total_.want(kRows * kLanes);
+    decay_.want(kRows);
+    scores_.want(kTile * kRows);
+    bias_.want(kTile);
+    row_.want(std::max(dim_, value_dim_));
+  }
 
   // Calls finish(token, head, peak, total, values) for every row.
   template <class F>
@@ -398,6 +404,7 @@ class Worker {
     width_ = width_of(task.rows());
     in_place_ = source_.in_place() && width_ < kLanes;
     tiled_ = kTiles<T> && source_.stored() && width_ >= kLanes;
+    want_rows();
     start();
     Keys found[2];
     locate(task.begin, found[0]);
@@ -410,13 +417,7 @@ class Worker {
         ahead_.clear();
         const bool last = head + 1 == task.heads;
         source_.prefetch(last ? next : keys, task.first_head + (last ? 0 : head + 1), ahead_);
-        if (tiled_) {
-          attend_tiled(keys, head);
-        } else if (in_place_) {
-          attend_in_place(keys, head);
-        } else {
-          attend_loaded(keys, head);
-        }
+        tiled_ ? attend_tiled(keys, head) : in_place_ ? attend_in_place(keys, head) : attend_loaded(keys, head);
       }
     }
     for (int64_t head = 0; head < task.heads; ++head) finish_head(head, finish);
@@ -425,7 +426,20 @@ class Worker {
  private:
   int64_t state_width() const { return std::max<int64_t>(width_, kLanes); }
 
-  // Queries into the order that the loops want, scaled; nothing seen yet.
+  // Where keys and values go that are not read in place. What rounding up adds to their rows stays 0.
+  void want_rows() {
+    if (tiled_) {  // bf16, two in a float
+      tile_keys_.want_zeros(kTile * dim_ / 2);
+      packed_values_.want(kTile * value_dim_ / 2);
+      packed_weights_.want(kTile * kRows / 2);
+      if (!Source::kValuesAreKeys) tile_values_.want_zeros(kTile * value_dim_ / 2);
+    } else if (!in_place_) {
+      key_rows_.want_zeros(kTile * dim_);
+      if (!Source::kValuesAreKeys) value_rows_.want_zeros(kTile * value_dim_);
+    }
+  }
+
+  // Nothing seen yet.
   void start() {
     const Task& task = *task_;
     bounds_.clear();
@@ -434,22 +448,25 @@ class Worker {
       bounds_.push_back(rule_.bound(position(task.first_query + i)));
       all_ = {std::max(all_.after, bounds_.back().after), std::min(all_.last, bounds_.back().last)};
     }
-    std::fill_n(static_cast<float*>(queries_), task.heads * width_ * dim_, 0.0f);
-    std::fill_n(static_cast<float*>(sums_), task.heads * width_ * value_dim_, 0.0f);
-    std::fill_n(static_cast<float*>(total_), task.heads * state_width(), 0.0f);
-    std::fill_n(static_cast<float*>(peak_), task.heads * state_width(), -kInfinity);
-    for (int64_t head = 0; head < task.heads; ++head) {
-      if (tiled_) start_tiled(head);
-      for (int64_t row = 0; !tiled_ && row < task.rows(); ++row) {
-        source_.load_query(token(row), query_head(head, row), static_cast<float*>(row_));
-        for (int64_t d = 0; d < source_.dim(); ++d) row_[d] *= rule_.scale;
-        float* queries = queries_ + head * width_ * dim_;
-        if (width_ >= kLanes) {
-          for (int64_t d = 0; d < source_.dim(); ++d) queries[d * width_ + row] = row_[d];
-        } else {
-          std::fill(row_ + source_.dim(), row_ + dim_, 0.0f);
-          in_place_ ? to_pairs<T>(row_, dim_, queries + row * dim_) : to_pairs<float>(row_, dim_, queries + row * dim_);
-        }
+    std::fill_n(sums_.data(), task.heads * width_ * value_dim_, 0.0f);
+    std::fill_n(total_.data(), task.heads * state_width(), 0.0f);
+    std::fill_n(peak_.data(), task.heads * state_width(), -kInfinity);
+    std::fill_n(queries_.data(), task.heads * width_ * dim_, 0.0f);
+    for (int64_t head = 0; head < task.heads; ++head) tiled_ ? start_tiled(head) : start_queries(head);
+  }
+
+  // Queries of one kv head into the order that the loops want, scaled.
+  void start_queries(int64_t head) {
+    float* queries = queries_ + head * width_ * dim_;
+    for (int64_t row = 0; row < task_->rows(); ++row) {
+      source_.load_query(token(row), query_head(head, row), row_.data());
+      for (int64_t d = 0; d < source_.dim(); ++d) row_[d] *= rule_.scale;
+      std::fill(row_ + source_.dim(), row_ + dim_, 0.0f);
+      if (width_ >= kLanes) {
+        for (int64_t d = 0; d < source_.dim(); ++d) queries[d * width_ + row] = row_[d];
+      } else {
+        const auto arrange = in_place_ ? to_pairs<T> : to_pairs<float>;
+        arrange(row_, dim_, queries + row * dim_);
       }
     }
   }
@@ -475,7 +492,8 @@ class Worker {
     keys.count = 0;
     keys.lowest = std::numeric_limits<int64_t>::max();
     keys.highest = std::numeric_limits<int64_t>::min();
-    pages_.visit(sequence_->index, begin, std::min(begin + kTile, task_->end), [&](int64_t index, int64_t block, int64_t slot) {
+    const int64_t end = std::min(begin + kTile, task_->end);
+    pages_.visit(sequence_->index, begin, end, [&](int64_t index, int64_t block, int64_t slot) {
       const int64_t n = keys.count++;
       keys.block[n] = block;
       keys.slot[n] = slot;
@@ -513,10 +531,10 @@ class Worker {
 #if defined(__AMX_BF16__)
   static bf16* as_bf16(float* data) { return reinterpret_cast<bf16*>(data); }
 
-  // Queries of one kv head as tiles, not scaled: so they are exact. The key rows serve as scratch.
+  // Queries of one kv head as tiles, not scaled: so they are exact. The rows of keys serve as scratch.
   void start_tiled(int64_t head) {
-    bf16* rows = as_bf16(key_rows_);
-    std::fill_n(static_cast<float*>(key_rows_), kTile * dim_, 0.0f);
+    static_assert(kRows <= kTile);
+    bf16* rows = as_bf16(tile_keys_);
     for (int64_t row = 0; row < task_->rows(); ++row) {
       if constexpr (kTiles<T>) source_.load_query(token(row), query_head(head, row), rows + row * dim_);
     }
@@ -528,14 +546,15 @@ class Worker {
   void attend_tiled(const Keys& keys, int64_t head) {
     if constexpr (kTiles<T>) {
       const TileScope scope;
-      bf16* key = as_bf16(key_rows_);
-      bf16* value = Source::kValuesAreKeys ? key : as_bf16(value_rows_);
+      bf16* key = as_bf16(tile_keys_);
+      bf16* value = Source::kValuesAreKeys ? key : as_bf16(tile_values_);
       for (int64_t n = 0; n < keys.count; ++n) {
         source_.load_key(keys, n, task_->first_head + head, key + n * dim_);
         if (!Source::kValuesAreKeys) source_.load_value(keys, n, task_->first_head + head, value + n * value_dim_);
       }
       const int64_t count = keys.count, row_tiles = width_ / kSide, key_tiles = kTile / kDepth;
-      ahead_.finish_within(dim_ / 16 + kTile / 2 + row_tiles * value_dim_ / 32);
+      bf16 *weights = as_bf16(packed_weights_), *values = as_bf16(packed_values_);
+      ahead_.finish_within(dim_ / 16 + value_dim_ / 16 + row_tiles * value_dim_ / 32);
       score_tiles(as_bf16(queries_ + head * width_ * dim_), dim_, key, count, scores_, width_, ahead_);
       adjust(keys, head);
       soften(scores_, count, width_, peak_ + head * width_, total_ + head * width_, decay_);
@@ -544,17 +563,17 @@ class Worker {
         if (decay_[row] == 1.0f) continue;
         for (int64_t d = 0; d < value_dim_; ++d) sums[row * value_dim_ + d] *= decay_[row];
       }
-      pack_weights(scores_, width_, count, key_tiles, as_bf16(packed_weights_));
-      pack_values(value, Source::kValuesAreKeys ? dim_ : value_dim_, value_dim_, count, as_bf16(packed_values_), ahead_);
-      weigh_tiles(as_bf16(packed_weights_), key_tiles, width_, as_bf16(packed_values_), count, value_dim_, sums, ahead_);
+      pack_weights(scores_, width_, count, key_tiles, weights);
+      pack_values(value, Source::kValuesAreKeys ? dim_ : value_dim_, value_dim_, count, values, ahead_);
+      weigh_tiles(weights, key_tiles, width_, values, count, value_dim_, sums, ahead_);
     }
   }
 
-  void from_tiled(const float* values) { from_tiles(values, value_dim_, row_); }
+  static constexpr auto kFromTiles = from_tiles;
 #else
+  static constexpr auto kFromTiles = from_pairs<float>;
   void start_tiled(int64_t) {}
   void attend_tiled(const Keys&, int64_t) {}
-  void from_tiled(const float*) {}
 #endif
 
   // A tile of keys and one kv head: scores, weights, values.
@@ -610,11 +629,8 @@ class Worker {
       float sum = 0;
       for (int64_t i = row; i < state_width(); i += width_) sum += total[i];
       const float* values = sums_ + (head * width_ + row) * value_dim_;
-      if (tiled_) {
-        from_tiled(values);
-      } else {
-        in_place_ ? from_pairs<T>(values, value_dim_, row_) : from_pairs<float>(values, value_dim_, row_);
-      }
+      const auto arrange = tiled_ ? kFromTiles : in_place_ ? from_pairs<T> : from_pairs<float>;
+      arrange(values, value_dim_, row_);
       finish(token(row), query_head(head, row), peak[row], sum, row_);
     }
   }
@@ -623,14 +639,14 @@ class Worker {
   const Pages& pages_;
   const Rule rule_;
   const int64_t dim_, value_dim_;  // rounded up to whole pairs of vectors
-  const Floats queries_;           // [heads, width, dim], or [heads, dim, width] for many rows
-  const Floats sums_;              // [heads, width, value_dim]
-  const Floats peak_, total_;      // [heads, max(width, kLanes)]
-  const Floats decay_, scores_, bias_, row_;
-  const Floats key_rows_, value_rows_;            // a tile's, where they are not read in place
-  const Floats packed_values_, packed_weights_;  // the same for tiles
+  Floats queries_;                 // [heads, width, dim], or [heads, dim, width] for many rows
+  Floats sums_;                    // [heads, width, value_dim]
+  Floats peak_, total_;            // [heads, max(width, kLanes)]
+  Floats decay_, scores_, bias_, row_;
+  Floats key_rows_, value_rows_;
+  Floats tile_keys_, tile_values_, packed_values_, packed_weights_;
   std::vector<Bound> bounds_;  // of each query
-  Bound all_;                  // what all queries attend to
+  Bound all_{};                // what all queries attend to
   Prefetcher ahead_;
   const Task* task_ = nullptr;
   const Sequence* sequence_ = nullptr;
@@ -734,10 +750,14 @@ class Plan {
     if (rule_.causal) task.end = std::min(task.end, last + 1);
   }
 
-  // For the one range of queries of a sequence: how many parts its keys make.
+  // For the one range of queries of a sequence: where its keys are cut. A part is small beside the keys it stands for.
   void plan_parts(const Task& task) {
     Sequence& sequence = batch[task.sequence];
-    sequence.parts = (task.end - 1) / kSplit - task.begin / kSplit + 1;
+    const int64_t part = sequence.queries * sizes_.heads * (sizes_.value_dim + 2);
+    const int64_t key = sizes_.kv_heads * (sizes_.dim + sizes_.value_dim);
+    const int64_t least = 16 * part / std::max<int64_t>(1, key);  // keys
+    sequence.split = round_up(std::max(sequence.length / kMostParts, least) + 1, kSplit);
+    sequence.parts = (task.end - 1) / sequence.split - task.begin / sequence.split + 1;
     if (sequence.parts == 1) return;
     sequence.first_part = num_parts;
     num_parts += sequence.parts * sequence.queries * sizes_.heads;
@@ -748,12 +768,13 @@ class Plan {
   }
 
   void cut(Task task, std::vector<Task>& out) const {
-    const int64_t parts = batch[task.sequence].parts, begin = task.begin, end = task.end;
-    for (int64_t part = 0; part < std::max<int64_t>(1, parts); ++part) {
-      const int64_t at = (begin / kSplit + part) * kSplit;
-      task.part = parts > 1 ? part : -1;
-      if (parts > 1) task.begin = std::max(begin, at);
-      if (parts > 1) task.end = std::min(end, at + kSplit);
+    const Sequence& sequence = batch[task.sequence];
+    task.part = -1;
+    if (sequence.parts == 1) return out.push_back(task);
+    const int64_t begin = task.begin, end = task.end, first = begin / sequence.split;
+    for (task.part = 0; task.part < sequence.parts; ++task.part) {
+      task.begin = std::max(begin, (first + task.part) * sequence.split);
+      task.end = std::min(end, (first + task.part + 1) * sequence.split);
       out.push_back(task);
     }
   }
@@ -809,7 +830,7 @@ void run_tasks(const Source& source, const Pages& pages, const Rule& rule, const
 template <class T>
 void merge_parts(const Plan& plan, int64_t value_dim, const float* parts, const Output<T>& output) {
   const int64_t size = value_dim + 2;
-  torch::stable::parallel_for(0, plan.merges.size(), grain(size * kSplit), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, plan.merges.size(), grain(size * 64), [&](int64_t begin, int64_t end) {
     std::vector<float> values(value_dim);
     for (int64_t i = begin; i < end; ++i) {
       const Merge& row = plan.merges[i];

@@ -495,11 +495,11 @@ class _Layer:
     def v(self) -> _Weight:
         return _Weight(self.module.v_proj, self.kv_heads)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, H, D] turned as the model turns it, by its own function; cos and sin [B or 1, T, rotary_dim]."""
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k [B, T, heads, D] as the model's own function turns them; cos and sin [B or 1, T, rotary_dim]."""
         function = getattr(sys.modules[type(self.module).__module__], "apply_rotary_pos_emb")  # noqa: B009
-        x = x.transpose(1, 2)  # [B, H, T, D]
-        return function(x, x, cos, sin)[1].transpose(1, 2)
+        q, k = function(q.transpose(1, 2), k.transpose(1, 2), cos, sin)  # [B, heads, T, D]
+        return q.transpose(1, 2), k.transpose(1, 2)
 
     def need_finite_weights(self, index: int) -> None:
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -598,7 +598,9 @@ class _Seen:
             chosen = torch.linspace(0, cos.shape[1] - 1, min(cos.shape[1], MAX_ANGLES), device=cos.device).long()
             eye = torch.eye(self.layer.head_dim, dtype=torch.float64, device=cos.device)
             units = eye[None, None].expand(1, len(chosen), -1, -1)  # as if each unit vector were a head
-            turns = self.layer.rotate(units, cos[:, chosen].double(), sin[:, chosen].double())[0]  # row i: R_j e_i
+            turns = self.layer.rotate(units, units, cos[:, chosen].double(), sin[:, chosen].double())[1][
+                0
+            ]  # row i: R_j e_i
             self.unturned = torch.einsum("jab,hbc,jdc->had", turns, self.q, turns) / len(chosen)
         return self.unturned
 
@@ -657,7 +659,7 @@ def _probe(model: Any, layers: list[_Layer], piece: Tensor) -> None:
         found = shown.get(index, {})
         good = found.keys() >= {"k", "v", "q"} and isinstance(found.get("angles"), tuple)
         if good:
-            keys = layer.rotate(found["k"], *found["angles"]).transpose(1, 2)
+            keys = layer.rotate(found["q"], found["k"], *found["angles"])[1].transpose(1, 2)
             cached = cache.layers[index]
             good = _same(keys, cached.keys) and _same(found["v"].transpose(1, 2), cached.values)
         need(
@@ -682,26 +684,21 @@ def _watch(
     """Run text through the model and sum up the moments of every layer."""
     seen = [_Seen.nothing(layer) for layer in layers]
 
+    def moment(index: int, what: str, rows: Tensor) -> Tensor:
+        return lowrank.second_moment(rows.flatten(0, 1), f"{what} of layer {index}")
+
     def take(index: int, found: dict[str, Any]) -> None:
         own = seen[index]
-        for name, what in dict(x="inputs", k="keys", v="values", q="queries").items():
-            need(
-                bool(found[name].isfinite().all()),
-                f"{what} of layer {index} hold NaN or infinity; a "
-                f"projection can be fitted to finite numbers only: load the model in float32 or bfloat16, or leave "
-                f"out the text that does it",
-            )
         cos, sin = found["angles"]
-        k, q = found["k"].double(), found["q"].double()
-        turned, q = (own.layer.rotate(x, cos.double(), sin.double()).flatten(0, 1) for x in (k, q))
-        own.k += lowrank.second_moment(k.flatten(0, 1))
-        own.turned += lowrank.second_moment(turned)
-        own.v += lowrank.second_moment(found["v"].flatten(0, 1))
-        own.q += lowrank.second_moment(lowrank.grouped(q, own.layer.kv_heads))
+        q, k = own.layer.rotate(found["q"].float(), found["k"].float(), cos.float(), sin.float())
+        own.k += moment(index, "keys", found["k"])
+        own.turned += moment(index, "keys", k)
+        own.v += moment(index, "values", found["v"])
+        own.q += moment(index, "queries", q.unflatten(2, (own.layer.kv_heads, -1)))
         if inputs:
-            x = found["x"].flatten(0, -2).double()
-            moment = lowrank.second_moment(torch.cat((x, x.new_ones(len(x), 1)), 1))
-            own.x = moment if own.x is None else own.x + moment
+            x = found["x"]
+            x = moment(index, "inputs", torch.cat((x, x.new_ones(*x.shape[:-1], 1)), -1))
+            own.x = x if own.x is None else own.x + x
         if own.angles is None or cos.shape[1] > own.angles[0].shape[1]:
             own.angles = cos[:1], sin[:1]
 

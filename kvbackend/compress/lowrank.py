@@ -90,24 +90,25 @@ def identity(kv_heads: int, head_dim: int) -> Projection:
 # ------------------------------------------------------------------------------------------------------- moments
 
 
-def second_moment(x: Tensor) -> Tensor:
+def second_moment(x: Tensor, name: str = "x") -> Tensor:
     """Sum of x x^T over tokens and over the members of a group, in float64.
 
-    x   [T, Hk, D]; or [T, Hk, G, D], the query heads of a kv head side by side; or [T, h], which gives [h, h]
+    x      [T, Hk, D]; or [T, Hk, G, D], the query heads of a kv head side by side; or [T, h], which gives [h, h]
+    name   what an error calls it
     Returns [Hk, D, D].
     """
     need(
         x.dim() in (2, 3, 4),
         f"x has {x.dim()} dims, shape {list(x.shape)}; it must be [T, h], [T, Hk, D] or [T, Hk, G, D]: reshape it",
     )
-    _need_finite("x", x)
     rows = x.double()
-    if x.dim() == 2:
-        return rows.mT @ rows
     if x.dim() == 4:
         rows = rows.transpose(1, 2).flatten(0, 1)  # [T * G, Hk, D]
-    rows = rows.transpose(0, 1)  # [Hk, T, D]
-    return rows.mT @ rows
+    if x.dim() > 2:
+        rows = rows.transpose(0, 1)  # [Hk, T, D]
+    moment = rows.mT @ rows
+    _need_finite(name, moment)  # as the rows are: a NaN or infinity reaches the diagonal
+    return moment
 
 
 def grouped(q: Tensor, kv_heads: int) -> Tensor:
@@ -404,7 +405,7 @@ def _relative(part: Tensor) -> Tensor:
 def _need_finite(name: str, tensor: Tensor) -> None:
     need(
         bool(tensor.isfinite().all()),
-        f"{name} holds NaN or infinity; a projection can be fitted to finite numbers only: check what made it, float16 "
+        f"NaN or infinity in {name}; a projection can be fitted to finite numbers only: check what made it, float16 "
         f"overflows beyond 65504",
     )
 

@@ -298,8 +298,8 @@ def test_bytes_are_spent_where_they_keep_most():
         (lambda: lowrank.pca(torch.eye(8)[None], 9), "rank is 9; it must be a whole number from 1 to 8"),
         (lambda: lowrank.pca(torch.eye(8)[None], 0), "rank is 0; .*: choose a lower rank"),
         (lambda: lowrank.weight_svd(torch.zeros(2, 8, 6), 7), "rank is 7; .* from 1 to 6"),
-        (lambda: lowrank.pca(torch.full((1, 8, 8), torch.nan), 2), "keys holds NaN or infinity; .*: check"),
-        (lambda: lowrank.second_moment(torch.full((3, 1, 8), torch.inf)), "x holds NaN or infinity"),
+        (lambda: lowrank.pca(torch.full((1, 8, 8), torch.nan), 2), "NaN or infinity in keys; .*: check"),
+        (lambda: lowrank.second_moment(torch.full((3, 1, 8), torch.inf)), "NaN or infinity in x;"),
         (
             lambda: lowrank.whitened(torch.zeros(1, 8, 9), torch.eye(8), 2),
             r"inputs has shape \[8, 8\]; it must be \[9, 9\]",
@@ -639,6 +639,6 @@ def test_calibrate_refuses_other_structures():
 
 def test_calibrate_refuses_activations_that_are_not_finite():
     model = poisoned("model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(ArgumentError, match=r"of layer 2 hold NaN or infinity; .*: load the model in float32"):
+    with pytest.raises(ArgumentError, match=r"NaN or infinity in keys of layer 2; .*: check what made it"):
         calibrate(model, tokens(), rank=4)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -8,10 +8,9 @@ op = registry["paged_attention"]
 run = native.kernel(op)
 
 
-def unsupported(q, kv_format, sinks, rope_cos_sin, **_):
+def unsupported(q, sinks, rope_cos_sin, **_):
     yield from native.missing(op, "cpu")
     yield from takes.floats(q=q)
-    yield from takes.plain_formats(kv_format)
     if sinks is not None:
         yield from takes.floats(sinks=sinks)
     if rope_cos_sin is not None and rope_cos_sin.dtype not in (torch.float32, q.dtype):
