@@ -193,7 +193,8 @@ class Dispatcher:
 
     def add_reader(self, function: Callable[..., Any]) -> None:
         """Count what `function` names among the facts that decisions rest on."""
-        self._readers.append(function)
+        if function not in self._readers:
+            self._readers.append(function)
 
     def forget(self) -> None:
         """Drop every decision, as if no call had been made."""

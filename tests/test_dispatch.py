@@ -84,6 +84,10 @@ def test_a_decision_is_kept_for_what_it_rests_on(install) -> None:
     assert toy.asked == 1
     reshape_and_cache(**sample(torch.bfloat16))  # dtype: always part of the key
     assert toy.asked == 2
+    for _ in range(3):
+        reshape_and_cache(**sample())
+        reshape_and_cache(**sample(torch.bfloat16))
+    assert toy.asked == 2, "a new decision drops no other"
 
 
 def test_the_fallback_warns_once_and_lists_every_reason(install) -> None:
