@@ -49,10 +49,10 @@ def concat_and_cache_mla(
 
 @concat_and_cache_mla.check
 def _(ckv, kpe, ckv_cache, kpe_cache, kv_format, k_scale, k_scale_cache, **_):
+    _checks.same_dtype("ckv", ckv, kpe=kpe)
     latents, rotary = _formats.latent(kv_format, ckv_cache, kpe_cache, k_scale, k_scale_cache)
     latents.check("ckv", ckv, ckv.shape[1], writes=True)
     rotary.check("kpe", kpe)
-    _checks.same_dtype("ckv", ckv, kpe=kpe)
 
 
 @concat_and_cache_mla.values

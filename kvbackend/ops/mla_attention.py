@@ -75,9 +75,9 @@ def mla_attention(
 @mla_attention.check
 def _(q_nope, q_pe, ckv_cache, kpe_cache, kv_format, k_scale, k_scale_cache, **_):
     latents, rotary = _formats.latent(kv_format, ckv_cache, kpe_cache, k_scale, k_scale_cache)
+    _checks.same_dtype("q_nope", q_nope, q_pe=q_pe)
     latents.check("q_nope", q_nope, q_nope.shape[2])
     rotary.check("q_nope", q_nope)
-    _checks.same_dtype("q_nope", q_nope, q_pe=q_pe)
 
 
 @mla_attention.values

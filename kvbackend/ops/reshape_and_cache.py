@@ -69,9 +69,9 @@ def _(key, value, key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_c
         k_scale_cache,
         v_scale_cache,
     )
+    _checks.same_dtype("key", key, value=value)
     keys.check("key", key, key.shape[2], writes=True)
     values.check("value", value, value.shape[2], writes=True)
-    _checks.same_dtype("key", key, value=value)
 
 
 @reshape_and_cache.values

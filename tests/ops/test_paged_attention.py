@@ -261,7 +261,7 @@ def test_positions_after_eviction() -> None:
     [
         (dict(q=torch.zeros(4, 16)), r"q has 2 dims.*\[T, H, D\]"),
         (dict(q=torch.zeros(4, 5, 16)), "q has 5 heads and key_cache 2"),
-        (dict(q=torch.zeros(4, 4, 8)), "D = 16; it must be 8, the D of q"),
+        (dict(q=torch.zeros(4, 4, 8)), "key_cache holds rows of 16 numbers in format auto; q needs 8"),
         (dict(q=torch.zeros(4, 4, 16, dtype=torch.bfloat16)), "key_cache is torch.float32 but q is torch.bfloat16"),
         (dict(q=torch.zeros(4, 4, 16, dtype=torch.int8)), "q is torch.int8; it must be torch.float32"),
         (dict(q=torch.zeros(4, 4, 16, device="meta")), "key_cache is on cpu but q is on meta"),
@@ -270,7 +270,7 @@ def test_positions_after_eviction() -> None:
         (dict(cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32)), "must be 3, the B of .* plus 1"),
         (dict(cu_seqlens_q=torch.tensor([1, 2, 4], dtype=torch.int32)), "cu_seqlens_q starts with 1"),
         (dict(k_scale=torch.ones(1)), "k_scale is given but kv_format 'auto' has no scale"),
-        (dict(kv_format="fp9"), "kv_format is 'fp9'; this op takes auto"),
+        (dict(kv_format="fp9"), "kv_format is 'fp9'; it must be one of"),
         (dict(kv_format="bf16"), "key_cache is torch.float32; kv_format 'bf16' reads torch.bfloat16"),
         (dict(window=0), "window is 0"),
         (dict(softcap=-1.0), "softcap is -1.0"),
