@@ -192,7 +192,8 @@ def key_source(op: Op, facts: Iterable[Fact], more: Iterable[str]) -> list[str]:
     compare: list[str] = []
     for array in sorted(op.arrays, key=lambda array: array.optional):
         unpack, relations = _size_source(array, sizes)
-        facts_of = [f"{array.name}.dtype", f"{array.name}.device", *by_array.get(array.name, [])]
+        where = f"{array.name}.is_cpu or {array.name}.device"  # the first is a third of the second's time
+        facts_of = [f"{array.name}.dtype", where, *by_array.get(array.name, [])]
         if array.optional:
             lines += [f"if {array.name} is None: {array.name}_key = None", "else:"]
             lines += [f"    {line}" for line in (unpack, *relations, f"{array.name}_key = ({', '.join(facts_of)},)")]
