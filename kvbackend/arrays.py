@@ -97,6 +97,16 @@ class Arrays:
     def check(self, args: Mapping[str, Any]) -> None:
         """Ranks, dtypes, devices, then sizes; the first thing wrong raises ArgumentError."""
         present = [array for array in self.arrays if args[array.name] is not None]
+        for array in self.arrays:
+            tensor = args[array.name]
+            need(
+                isinstance(tensor, torch.Tensor) or (tensor is None and array.optional),
+                f"{array.name} is {type(tensor).__name__}; it must be a tensor [{', '.join(array.dims)}]: pass one",
+            )
+            need(
+                tensor is None or tensor.layout is torch.strided,
+                f"{array.name} has layout {getattr(tensor, 'layout', None)}; it must be torch.strided: make it dense",
+            )
         first: Array | None = None
         for array in present:
             tensor = args[array.name]
@@ -160,6 +170,6 @@ def _compare(array: Array, word: str, size: Any, sizes: Mapping[str, tuple[Any, 
         good, allowed = size == want, f"{want}{owner}" + (f" plus {more}" if more else "")
     need(
         good,
-        f"{array.name} [{', '.join(array.dims)}] has {word} = {size}; it must be {allowed}: "
+        f"{array.name} [{', '.join(array.dims)}] has {word.removeprefix('<=')} = {size}; it must be {allowed}: "
         f"pass tensors of one call, or reshape {array.name}",
     )

@@ -21,7 +21,7 @@ import torch
 from . import backends
 from .dispatch import use
 from .matrix import copy_arguments
-from .native import kernel, missing
+from .native import kernel, library, missing
 from .ops import registry
 
 ROUNDS = 15
@@ -130,7 +130,8 @@ def op_times(names: Iterable[str], device: str = "cpu", dtype: torch.dtype = tor
 def machine() -> str:
     """The CPU's name and the number of threads that torch uses."""
     names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads, {library('cpu').isa or 'no'} kernels"
 
 
 def _cpuinfo() -> list[str]:

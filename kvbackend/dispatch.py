@@ -111,6 +111,7 @@ def requested(op_name: str) -> tuple[str | None, str]:
     for choice in reversed(use._stack):
         if choice.ops is None or op_name in choice.ops:
             return choice.backend, "use"
+    _need_known_ops()
     for variable in (f"KVBACKEND_BACKEND_{op_name.upper()}", "KVBACKEND_BACKEND"):
         value = _env(variable)
         if value:
@@ -119,12 +120,30 @@ def requested(op_name: str) -> tuple[str | None, str]:
     return None, ""
 
 
+def _need_known_ops() -> None:
+    """A variable for an op that does not exist would choose nothing, silently."""
+    from . import ops
+
+    for variable in os.environ:
+        name = variable.removeprefix("KVBACKEND_BACKEND_")
+        if name != variable and name.lower() not in ops.registry:
+            raise ArgumentError(f"{variable} names no op; the ops are {', '.join(ops.registry)}: check the name")
+
+
 def disabled() -> frozenset[str]:
     """The backends that KVBACKEND_DISABLE lists."""
     listed = frozenset(name.strip() for name in _env("KVBACKEND_DISABLE").split(",") if name.strip())
     for name in sorted(listed):
         _must_exist(name, "KVBACKEND_DISABLE")
     return listed
+
+
+def fallback_policy() -> str:
+    """What happens where automatic choice ends at the reference: "warn", "error" or "silent"."""
+    policy = _env("KVBACKEND_FALLBACK") or "warn"
+    if policy not in ("error", "warn", "silent"):
+        raise ArgumentError(f"KVBACKEND_FALLBACK is {policy!r}; it must be error, warn or silent: set one of these")
+    return policy
 
 
 # ------------------------------------------------------------------------------------------------------ verdicts
@@ -243,6 +262,7 @@ class Dispatcher:
         seen = self.views(args, notes)
         op._check(**seen)
         name, origin = requested(op.name)
+        fallback_policy()  # a misspelled one is told at once, not at the first fallback
         if name == REFERENCE:
             return REFERENCE, op.reference
         device = self.device_type(args)
@@ -271,14 +291,16 @@ class Dispatcher:
         op._check(**seen)
         device, chosen, verdicts = self.device_type(args), None, list[Verdict]()
         wanted, origin = requested(op.name)
-        fallback = _env("KVBACKEND_FALLBACK") or "warn"
+        fallback = "error" if REFERENCE in disabled() else fallback_policy()
         for backend in [*backends.serving(device), None]:
             name = backend.name if backend else REFERENCE
             reasons = tuple(self.reasons(backend, seen)) if backend else ()
             if wanted is not None and name != wanted:
                 reasons = (*reasons, f"{origin} chose {wanted}")
             elif not backend and wanted is None and chosen is None and fallback == "error":
-                reasons = ("KVBACKEND_FALLBACK=error: the reference is not used unless chosen explicitly",)
+                reasons = (
+                    "KVBACKEND_FALLBACK=error or KVBACKEND_DISABLE: the reference is not used unless chosen explicitly",
+                )
             if reasons:
                 verdicts.append(Verdict(name, "refused", reasons))
             elif chosen is None:
@@ -297,14 +319,12 @@ class Dispatcher:
         )
 
     def _fall_back(self, device: str, refused: list[Verdict]) -> None:
-        policy = _env("KVBACKEND_FALLBACK") or "warn"
-        if policy not in ("error", "warn", "silent"):
-            raise ArgumentError(f"KVBACKEND_FALLBACK is {policy!r}; it must be error, warn or silent: set one of these")
+        policy = "error" if REFERENCE in disabled() else fallback_policy()
         why = "\n".join(f"  {line}" for verdict in refused for line in str(verdict).splitlines())
         message = why or f"  no backend serves device type {device}"
         if policy == "error":
             raise UnsupportedError(
-                f"no backend can run {self.op.name} on {device}, and KVBACKEND_FALLBACK=error:\n{message}"
+                f"no backend can run {self.op.name} on {device}, and the reference may not be used:\n{message}"
             )
         if policy == "warn" and (key := (device, message)) not in self._warned:
             self._warned.add(key)

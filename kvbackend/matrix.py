@@ -17,6 +17,7 @@ from . import backends
 from .backends import REFERENCE
 from .dispatch import use
 from .errors import UnsupportedError
+from .native import library
 from .ops import registry
 from .spec import Op
 
@@ -69,6 +70,8 @@ def run_cell(op: Op, backend: str, device: str, dtype: torch.dtype, sample: str,
     """Run one sample on one backend and judge it by the reference in float64, which rounds nowhere that matters."""
     about = op.name, backend, device, str(dtype).removeprefix("torch."), str(args.get("kv_format", "auto")), sample
     evidence = f"contract sample, in process, torch {torch.__version__}"
+    if backend == "cpu":
+        evidence += f", {library('cpu').isa} kernels"
     got = copy_arguments(args)
     wanted = in_float64(op, args)
     want = flat_results(op, op.reference(**op.bind((), wanted)), wanted)

@@ -8,6 +8,7 @@ carries the schemas that it was built for (`kvbackend_stamp`) and an op whose sc
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .spec import Op
 
 FOLDER = Path(__file__).parent / "_lib"
+CPU_ISAS = ("plain", "avx2", "avx512", "amx")  # what KVBACKEND_CPU_ISA may force (csrc/cpu/isa.cpp)
 MIN_TORCH = (2, 10)  # TORCH_TARGET_VERSION of the libraries (setup.py)
 
 
@@ -30,6 +32,7 @@ class DeviceLibrary:
     """One loaded library, or why it is not there."""
 
     schemas: dict[str, str] = field(default_factory=dict)  # op -> the schema its kernel was built for
+    isa: str = ""  # the instruction set that its kernels use
     reason: str | None = None
 
 
@@ -38,6 +41,11 @@ def library(device: str) -> DeviceLibrary:
     """Load `_lib/libkvbackend_<device>.so`, once per process."""
     path = FOLDER / f"libkvbackend_{device}.so"
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    forced = os.environ.get("KVBACKEND_CPU_ISA", "")
+    if device == "cpu" and forced not in ("", *CPU_ISAS):
+        return DeviceLibrary(
+            reason=f"KVBACKEND_CPU_ISA is {forced!r}; it must be {', '.join(CPU_ISAS)} or unset: set one of these"
+        )
     if version < MIN_TORCH:
         return DeviceLibrary(reason=f"torch is {torch.__version__}; the kernels need 2.10 or newer: upgrade torch")
     if not path.exists():
@@ -46,11 +54,13 @@ def library(device: str) -> DeviceLibrary:
             f"run `pip install --no-build-isolation -e .` in the source tree and read its output"
         )
     try:
-        stamp = ctypes.CDLL(str(path)).kvbackend_stamp
+        loaded = ctypes.CDLL(str(path))
+        stamp, isa = loaded.kvbackend_stamp, loaded.kvbackend_isa
     except (OSError, AttributeError) as error:
         return DeviceLibrary(reason=_import_reason(f"{path.name} cannot be loaded ({error})"))
-    stamp.restype = ctypes.c_char_p
-    return DeviceLibrary({line.partition("(")[0]: line for line in stamp().decode().splitlines()})
+    stamp.restype = isa.restype = ctypes.c_char_p
+    schemas = {line.partition("(")[0]: line for line in stamp().decode().splitlines()}
+    return DeviceLibrary(schemas, isa().decode())
 
 
 def _import_reason(what: str) -> str:

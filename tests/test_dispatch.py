@@ -175,7 +175,14 @@ def test_disabled_backends_are_not_used(install, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("KVBACKEND_BACKEND", "cudda"), ("KVBACKEND_DISABLE", "cudda"), ("KVBACKEND_CHECK", "vals")]
+    ("variable", "value"),
+    [
+        ("KVBACKEND_BACKEND", "cudda"),
+        ("KVBACKEND_BACKEND_RESHAPE", "cpu"),
+        ("KVBACKEND_DISABLE", "cudda"),
+        ("KVBACKEND_CHECK", "vals"),
+        ("KVBACKEND_FALLBACK", "loudly"),
+    ],
 )
 def test_misspelled_environment_is_told(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, value)
@@ -188,6 +195,20 @@ def test_misspelled_use_is_told() -> None:
         use("cudda")
     with pytest.raises(kvbackend.ArgumentError, match="reshape_and_cache"):
         use("cpu", ops=["reshape"])
+
+
+def test_the_reference_can_be_disabled(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(Toy("a", 1, "no luck"))
+    monkeypatch.setenv("KVBACKEND_DISABLE", "reference")
+    with pytest.raises(kvbackend.UnsupportedError, match="no luck"):
+        reshape_and_cache(**sample())
+    assert explain("reshape_and_cache", **sample()).chosen is None
+
+
+def test_what_is_no_strided_tensor_is_told() -> None:
+    for key in (None, 3, torch.zeros(1, 2, 16).to_sparse()):
+        with pytest.raises((kvbackend.ArgumentError, RuntimeError), match="key"):
+            reshape_and_cache.validate(reshape_and_cache.bind((), sample() | dict(key=key)))
 
 
 def test_a_bug_in_a_predicate_surfaces(install) -> None:

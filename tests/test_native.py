@@ -61,6 +61,12 @@ def test_an_old_torch_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2.10 or newer" in (native.library("cpu").reason or "")
 
 
+@pytest.mark.usefixtures("fresh")
+def test_a_misspelled_instruction_set_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBACKEND_CPU_ISA", "AVX2")
+    assert "it must be plain, avx2, avx512, amx or unset" in (native.library("cpu").reason or "")
+
+
 def test_without_the_library_everything_works_on_the_reference(tmp_path: Path) -> None:
     """In a process of its own: the reason is told once, the result is right."""
     code = (

@@ -8,6 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
+from ..errors import ArgumentError
+
+
+def need_device(name: str) -> None:
+    """ArgumentError unless torch can put tensors on that device here ("meta" holds shapes alone, which is enough)."""
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch's ways of saying that there is no such device
+        reason = str(error).splitlines()[0]
+        raise ArgumentError(f"--device is {name!r}; torch cannot use it here ({reason}): pass cpu") from error
 
 
 def print_json(command: str, document: dict[str, Any]) -> None:

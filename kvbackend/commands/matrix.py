@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 from ..errors import ArgumentError
-from ._output import print_json, print_table
+from ._output import need_device, print_json, print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +34,9 @@ def main(args: argparse.Namespace) -> int:
     for backend in args.backend or ():
         if backend not in names():
             raise ArgumentError(f"--backend is {backend!r}; installed are {', '.join(names())}: choose one of these")
+    need_device(args.device)
+    if args.device == "meta":
+        raise ArgumentError("--device is 'meta', which holds no numbers; samples are run and compared: pass cpu")
     warnings.simplefilter("ignore", FallbackWarning)
     found: list[Cell] = []
     for done, op in enumerate(chosen):

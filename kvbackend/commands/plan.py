@@ -126,6 +126,11 @@ def _source(args: argparse.Namespace) -> Source:
             "neither MODEL nor a shape is given; known models are "
             f"{', '.join(builtin_names())}: name one, or give --layers, --kv-heads and --head-dim"
         )
+    if "latent" in given and (both := [name for name in ("kv_heads", "head_dim") if name in given]):
+        raise ArgumentError(
+            f"--latent is given with --{both[0].replace('_', '-')}; a layer caches a latent row or KV heads: give "
+            f"one of the two"
+        )
     fields: dict[str, Any] = {_SHAPE[name][0]: value for name, value in given.items()}
     if "sliding_window" in fields:
         fields["layer_types"] = ["sliding_attention"] * fields.get("num_hidden_layers", 0)

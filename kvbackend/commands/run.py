@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT = "The capital of France is"
 KV_FORMATS = ("auto", "fp32", "bf16", "fp16")
+MAX_BLOCK_SIZE = 1 << 16  # tokens; far past every kernel's pages, and still little memory
 DTYPES = ("float32", "bfloat16", "float16")
 _EPILOG = f"""
 The default model is {model_store.DEFAULT_NAME}, from the package {model_store.PACKAGE}; it is converted once and
@@ -76,6 +77,10 @@ def main(args: argparse.Namespace) -> int:
     """Run the command."""
     if not args.prompt.strip():
         raise ArgumentError("prompt is empty; the model needs at least one word: write one")
+    if args.block_size > MAX_BLOCK_SIZE:
+        raise ArgumentError(
+            f"--block-size is {args.block_size}; a page holds 1 to {MAX_BLOCK_SIZE} tokens: pass 16, 64 or 256"
+        )
     model_store.need_packages("transformers", "safetensors")
     with ExitStack() as chosen:
         with steps(3) as step:

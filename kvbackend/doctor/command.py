@@ -116,6 +116,8 @@ def _main(args: argparse.Namespace) -> int:
     words = Words(args.lang, args.ascii or args.ci or not paint.fits_unicode(sys.stdout))
     matrix, diagnoses = load_matrix(args.matrix), load_diagnoses()
     baseline = saved.load_report(args.baseline) if args.baseline else None
+    if args.list_checks and args.json is not None:
+        raise DataError("--list-checks and --json are given; the list is text only: drop one of the two")
     if args.list_checks:
         return _print(explanation.list_checks(words))
     if args.explain and args.explain != "-":

@@ -69,7 +69,10 @@ def window(value: int) -> None:
 
 
 def softcap(value: float) -> None:
-    need(value >= 0, f"softcap is {value}; it must be 0 (none) or positive: pass 0.0 for no softcap")
+    need(
+        value == 0 or 1e-30 <= value < float("inf"),
+        f"softcap is {value}; it must be 0 (none), or positive and finite, from 1e-30: pass 0.0 for no softcap",
+    )
 
 
 def even_rotary(width: Any, owner: str) -> None:

@@ -200,19 +200,19 @@ class Cached:
 
 
 def caches(
+    key_cache: Any,
+    value_cache: Any,
     kv_format: str,
-    first: tuple[str, Any],
-    second: tuple[str, Any],
-    k_scale: Any = None,
-    v_scale: Any = None,
-    k_scale_cache: Any = None,
-    v_scale_cache: Any = None,
+    k_scale: Any,
+    v_scale: Any,
+    k_scale_cache: Any,
+    v_scale_cache: Any,
 ) -> tuple[Cached, Cached]:
     """Keys and values of a call whose kv_format may name a format for each: "int8/fp8_e4m3"."""
     key_format, value_format = formats.pair(kv_format)
     return (
-        Cached(*first, key_format, "k_scale", k_scale, "k_scale_cache", k_scale_cache, "key"),
-        Cached(*second, value_format, "v_scale", v_scale, "v_scale_cache", v_scale_cache, "value"),
+        Cached("key_cache", key_cache, key_format, "k_scale", k_scale, "k_scale_cache", k_scale_cache, "key"),
+        Cached("value_cache", value_cache, value_format, "v_scale", v_scale, "v_scale_cache", v_scale_cache, "value"),
     )
 
 

@@ -71,7 +71,7 @@ def paged_attention(
     """
     _math.check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
     num_tokens, num_heads, _ = q.shape
-    keys, values = _caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
+    keys, values = _formats.caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
     if num_tokens == 0 or seq_lens.shape[0] == 0 or max_seqlen_q <= 0:
         return (
             q.new_zeros(num_tokens, num_heads, values.width()),
@@ -111,24 +111,12 @@ def paged_attention(
     return out, _math.unpad(lses, cu_seqlens_q, num_tokens, -torch.inf).float()
 
 
-def _caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache):
-    return _formats.caches(
-        kv_format,
-        ("key_cache", key_cache),
-        ("value_cache", value_cache),
-        k_scale,
-        v_scale,
-        k_scale_cache,
-        v_scale_cache,
-    )
-
-
 @paged_attention.check
 def _(
     q, key_cache, value_cache, window, softcap, sinks, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache,
     rope_cos_sin, **_,
 ):  # fmt: skip
-    keys, values = _caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
+    keys, values = _formats.caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
     keys.check("q", q, q.shape[2])
     values.check("q", q)
     _checks.heads_divide(q.shape[1], key_cache.shape[2])

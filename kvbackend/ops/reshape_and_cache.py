@@ -45,30 +45,14 @@ def reshape_and_cache(
     Source: the slot and block-table convention of vLLM's paged attention (arXiv 2309.06180, section 4).
     """
     num_tokens = slot_mapping.shape[0]
-    keys, values = _formats.caches(
-        kv_format,
-        ("key_cache", key_cache),
-        ("value_cache", value_cache),
-        k_scale,
-        v_scale,
-        k_scale_cache,
-        v_scale_cache,
-    )
+    keys, values = _formats.caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
     keys.write(slot_mapping, key[:num_tokens])
     values.write(slot_mapping, value[:num_tokens])
 
 
 @reshape_and_cache.check
 def _(key, value, key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache, **_):
-    keys, values = _formats.caches(
-        kv_format,
-        ("key_cache", key_cache),
-        ("value_cache", value_cache),
-        k_scale,
-        v_scale,
-        k_scale_cache,
-        v_scale_cache,
-    )
+    keys, values = _formats.caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
     _checks.same_dtype("key", key, value=value)
     keys.check("key", key, key.shape[2], writes=True)
     values.check("value", value, value.shape[2], writes=True)

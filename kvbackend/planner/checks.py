@@ -9,6 +9,8 @@ from ..errors import ArgumentError
 from .schemes import Scheme, is_kivi
 from .shapes import Model, Rows
 
+MOST_TOKENS = 1 << 20  # of a page
+
 
 def default_block_size(model: Model, scheme: Scheme) -> int:
     """The model's usual page in tokens, raised to a multiple of the token groups that the scheme's keys need."""
@@ -19,8 +21,8 @@ def default_block_size(model: Model, scheme: Scheme) -> int:
 
 def check(model: Model, scheme: Scheme, block_size: int) -> None:
     """Raise ArgumentError if the model's attention cannot have what the scheme asks for."""
-    if block_size < 1:
-        raise ArgumentError(f"block_size is {block_size}; a page holds 1 token or more: pass 16, 64 or 256")
+    if not 1 <= block_size <= MOST_TOKENS:
+        raise ArgumentError(f"block_size is {block_size}; a page holds 1 to {MOST_TOKENS} tokens: pass 16, 64 or 256")
     _check_settings(model, scheme)
     for index, layer in enumerate(model.layers):
         for rows in layer.keeps:

@@ -126,6 +126,9 @@ def _checkpoint_bytes(folder: Path) -> int | None:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
 
 
+MOST, MOST_LAYERS = 1 << 40, 100_000  # beyond these a config is wrong, and a list of layers fills the memory
+
+
 class _Fields:
     """A config's fields under all their spellings; remembers what was asked for and is not there."""
 
@@ -140,14 +143,14 @@ class _Fields:
         return default
 
     def size(self, field: str, *, least: int = 1) -> int:
-        """A whole number of at least `least`; a missing one is noted, and stands as `least` until `check`."""
-        value = self.get(field)
+        """A whole number from `least` on; a missing one is noted, and stands as `least` until `check`."""
+        value, most = self.get(field), MOST_LAYERS if field.endswith("layers") else MOST
         if value is None:
             self.missing.append(field)
             return least
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise ArgumentError(
-                f"{field} of {self.name} is {value!r}; it must be a whole number from {least} on: fix it"
+                f"{field} of {self.name} is {value!r}; it must be a whole number from {least} to {most}: fix it"
             )
         return value
 

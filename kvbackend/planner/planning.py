@@ -168,7 +168,7 @@ class Plan:
         usable = 1 - Fraction(self.reserved_bytes, self.device.memory_bytes)
         return {
             "max_num_seqs": self.max_sequences // self.parallel.replicas,
-            "max_model_len": self.context,
+            "max_model_len": min(self.context, self.model.max_context or self.context),
             "gpu_memory_utilization": int(usable * 100) / 100,
             "tensor_parallel_size": self.parallel.tensor,
             "pipeline_parallel_size": self.parallel.pipeline,

@@ -274,6 +274,8 @@ def test_positions_after_eviction() -> None:
         (dict(kv_format="bf16"), "key_cache is torch.float32; kv_format 'bf16' reads torch.bfloat16"),
         (dict(window=0), "window is 0"),
         (dict(softcap=-1.0), "softcap is -1.0"),
+        (dict(softcap=float("inf")), "softcap is inf"),
+        (dict(softcap=1e-40), "softcap is 1e-40"),
         (dict(sinks=torch.zeros(5)), "sinks.*has H = 5; it must be 4, the H of q"),
     ],
 )
