@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, format and types: what must hold before a commit. Tools: `pip install ruff==0.17.6 clang-format==22.1.5 mypy`.
+# Lint, format and types: what must hold before a commit. Tools: `pip install ruff==0.17.6 clang-format==23.1.5 mypy`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"

@@ -10,8 +10,8 @@
 
 namespace kvbackend::KVBACKEND_ISA {
 
-constexpr int64_t kSide = 16;             // rows of a tile, and columns of C
-constexpr int64_t kDepth = 32;            // what is summed over
+constexpr int64_t kSide = 16;                     // rows of a tile, and columns of C
+constexpr int64_t kDepth = 32;                    // what is summed over
 constexpr int64_t kTileNumbers = kSide * kDepth;  // bf16 numbers of a tile
 
 // Tiles are configured, for this thread, while one of these lives.
@@ -164,9 +164,7 @@ void score_block(const bf16* queries, int64_t dim, const bf16* keys, float* scor
     });
   }
   each<K>([&](auto k) {
-    each<R>([&](auto r) {
-      tile_store<k * R + r>(scores + k * kSide * width + r * kSide, width * sizeof(float));
-    });
+    each<R>([&](auto r) { tile_store<k * R + r>(scores + k * kSide * width + r * kSide, width * sizeof(float)); });
   });
 }
 

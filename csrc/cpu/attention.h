@@ -82,8 +82,8 @@ struct Sequence {
   int64_t index;        // row of block_table
   int64_t first_token;  // row of q
   int64_t queries;
-  int64_t length;       // keys
-  int64_t start;        // index of its first query; negative where it has more queries than tokens
+  int64_t length;  // keys
+  int64_t start;   // index of its first query; negative where it has more queries than tokens
   int64_t split = 0, first_part = 0, parts = 1;  // where its keys are cut, and what is left to be merged
 };
 
@@ -482,9 +482,8 @@ class Worker {
     const int64_t index = sequence_->start + query;
     if (index < 0 || source_.in_order()) return index;
     int64_t own = 0;
-    pages_.visit(sequence_->index, index, index + 1, [&](int64_t, int64_t block, int64_t slot) {
-      own = source_.position(block, slot);
-    });
+    pages_.visit(sequence_->index, index, index + 1,
+                 [&](int64_t, int64_t block, int64_t slot) { own = source_.position(block, slot); });
     return own;
   }
 
@@ -522,8 +521,7 @@ class Worker {
       value[n] = Source::kValuesAreKeys ? key[n] : value_rows_ + real * value_dim_;
       if (n >= keys.count) continue;
       source_.load_key(keys, n, task_->first_head + head, key_rows_ + n * dim_);
-      if (!Source::kValuesAreKeys)
-        source_.load_value(keys, n, task_->first_head + head, value_rows_ + n * value_dim_);
+      if (!Source::kValuesAreKeys) source_.load_value(keys, n, task_->first_head + head, value_rows_ + n * value_dim_);
     }
     attend(keys, head, key, value);
   }

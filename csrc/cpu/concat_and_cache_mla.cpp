@@ -13,8 +13,8 @@ void concat_and_cache_mla(const Tensor& ckv, const Tensor& kpe, const Tensor& ck
   const int64_t num_blocks = ckv_cache.size(0), block_size = ckv_cache.size(1);
   expect_shape(ckv_cache, "ckv_cache", {num_blocks, block_size, ckv.size(1)});
   expect_shape(kpe_cache, "kpe_cache", {num_blocks, block_size, kpe.size(1)});
-  KVBACKEND_CHECK(slot_mapping.size(0) <= std::min(ckv.size(0), kpe.size(0)), "slot_mapping has ",
-                  slot_mapping.size(0), " slots for ", std::min(ckv.size(0), kpe.size(0)),
+  KVBACKEND_CHECK(slot_mapping.size(0) <= std::min(ckv.size(0), kpe.size(0)), "slot_mapping has ", slot_mapping.size(0),
+                  " slots for ", std::min(ckv.size(0), kpe.size(0)),
                   " tokens; it must have at most one a token: cut it");
   expect_dtype(ckv_cache, "ckv_cache", ckv.scalar_type());
   expect_dtype(kpe_cache, "kpe_cache", kpe.scalar_type());

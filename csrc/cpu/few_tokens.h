@@ -27,7 +27,8 @@ inline void load_panel(const T* row, int64_t stride, int64_t size, int64_t ahead
 }
 
 // sums [tokens, kPanel] += x [tokens, x_stride] times the outputs begin .. end of w, at most kPanel. tokens is a
-// multiple of kGroup, and rows of x end in zeros. For weights whose inputs follow each other: dot products in registers.
+// multiple of kGroup, and rows of x end in zeros. For weights whose inputs follow each other: dot products in
+// registers.
 template <class T>
 void multiply_by_outputs(const float* x, int64_t tokens, int64_t x_stride, const Weights<T>& w, int64_t begin,
                          int64_t end, float* sums) {

@@ -4,11 +4,11 @@
 namespace kvbackend {
 
 struct CpuFeatures {
-  bool avx2 = false;         // with FMA and F16C
-  bool avx512 = false;       // F, BW, DQ, VL
+  bool avx2 = false;    // with FMA and F16C
+  bool avx512 = false;  // F, BW, DQ, VL
   bool avx512_bf16 = false;
   bool avx512_fp16 = false;
-  bool amx_bf16 = false;     // as the CPU reports it; the kernel must also grant the tiles
+  bool amx_bf16 = false;  // as the CPU reports it; the kernel must also grant the tiles
   bool amx_int8 = false;
 };
 

@@ -32,22 +32,22 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
 }  // namespace kvbackend
 
 #if defined(KVBACKEND_X86)
-#define KVBACKEND_DECLARE_VARIANTS(op)         \
-  namespace kvbackend::avx2 {                  \
-  extern decltype(kvbackend::plain::op) op;    \
-  }                                            \
-  namespace kvbackend::avx512 {                \
-  extern decltype(kvbackend::plain::op) op;    \
+#define KVBACKEND_DECLARE_VARIANTS(op)      \
+  namespace kvbackend::avx2 {               \
+  extern decltype(kvbackend::plain::op) op; \
+  }                                         \
+  namespace kvbackend::avx512 {             \
+  extern decltype(kvbackend::plain::op) op; \
   }
-#define KVBACKEND_IMPL(m, op)                                                                      \
-  kvbackend::isa() >= kvbackend::Isa::avx512 ? m.impl(#op, TORCH_BOX(&kvbackend::avx512::op))      \
-  : kvbackend::isa() == kvbackend::Isa::avx2 ? m.impl(#op, TORCH_BOX(&kvbackend::avx2::op))        \
+#define KVBACKEND_IMPL(m, op)                                                                 \
+  kvbackend::isa() >= kvbackend::Isa::avx512 ? m.impl(#op, TORCH_BOX(&kvbackend::avx512::op)) \
+  : kvbackend::isa() == kvbackend::Isa::avx2 ? m.impl(#op, TORCH_BOX(&kvbackend::avx2::op))   \
                                              : m.impl(#op, TORCH_BOX(&kvbackend::plain::op))
-#define KVBACKEND_DECLARE_AMX(op)              \
-  namespace kvbackend::amx {                   \
-  extern decltype(kvbackend::plain::op) op;    \
+#define KVBACKEND_DECLARE_AMX(op)           \
+  namespace kvbackend::amx {                \
+  extern decltype(kvbackend::plain::op) op; \
   }
-#define KVBACKEND_IMPL_AMX(m, op)                                                                  \
+#define KVBACKEND_IMPL_AMX(m, op) \
   kvbackend::isa() == kvbackend::Isa::amx ? m.impl(#op, TORCH_BOX(&kvbackend::amx::op)) : KVBACKEND_IMPL(m, op)
 #else
 #define KVBACKEND_DECLARE_VARIANTS(op)
@@ -57,12 +57,12 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
 #endif
 
 #if defined(KVBACKEND_REGISTERS)
-#define KVBACKEND_REGISTER(op)       \
-  KVBACKEND_DECLARE_VARIANTS(op)     \
+#define KVBACKEND_REGISTER(op)   \
+  KVBACKEND_DECLARE_VARIANTS(op) \
   STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_IMPL(m, op); }
-#define KVBACKEND_REGISTER_AMX(op)   \
-  KVBACKEND_DECLARE_VARIANTS(op)     \
-  KVBACKEND_DECLARE_AMX(op)          \
+#define KVBACKEND_REGISTER_AMX(op) \
+  KVBACKEND_DECLARE_VARIANTS(op)   \
+  KVBACKEND_DECLARE_AMX(op)        \
   STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_IMPL_AMX(m, op); }
 #else
 #define KVBACKEND_REGISTER(op)

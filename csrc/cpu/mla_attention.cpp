@@ -15,7 +15,9 @@ struct Rows {  // rows of a tensor by its first two dims: [T, H, D] or [nb, bs, 
         size(tensor.size(2)) {}
 
   template <class E>
-  void load(int64_t offset, E* out) const { load_row(data + offset, dim, size, out); }
+  void load(int64_t offset, E* out) const {
+    load_row(data + offset, dim, size, out);
+  }
 
   const T* data;
   int64_t first, second, dim, size;

@@ -19,8 +19,8 @@ Tensor project(const Tensor& hidden, const Tensor& w_kva) {
   Tensor out = torch::stable::new_empty(hidden, {hidden.size(0), w_kva.size(0)}, ScalarType::Float);
   with_dtype(hidden, "hidden", [&](auto zero) {
     using T = decltype(zero);
-    multiply_heads(torch::stable::unsqueeze(hidden, 1), static_cast<const T*>(w_kva.const_data_ptr()), 0,
-                   w_kva.size(0), w_kva.stride(0), w_kva.stride(1), static_cast<float*>(out.mutable_data_ptr()));
+    multiply_heads(torch::stable::unsqueeze(hidden, 1), static_cast<const T*>(w_kva.const_data_ptr()), 0, w_kva.size(0),
+                   w_kva.stride(0), w_kva.stride(1), static_cast<float*>(out.mutable_data_ptr()));
   });
   return out;
 }

@@ -157,8 +157,8 @@ std::tuple<Tensor, Tensor> paged_attention(
       source.rope_interleaved = rope_interleaved;
       KVBACKEND_CHECK(rope_cos_sin->size(1) <= q.size(2), "rope_cos_sin rotates ", rope_cos_sin->size(1),
                       " dims but keys have ", q.size(2), "; it must be at most that: pass the table of this model");
-      KVBACKEND_CHECK(source.rope_rows > 0, "rope_cos_sin has 0 rows; it must have one for each position: ",
-                      "pass the table of this model");
+      KVBACKEND_CHECK(source.rope_rows > 0,
+                      "rope_cos_sin has 0 rows; it must have one for each position: ", "pass the table of this model");
     }
     if (key_bias) {
       expect_shape(*key_bias, "key_bias", {num_blocks, block_size, kv_heads});
