@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .doctor import explain_import_error, primary_cause
 from .spec import NATIVE_NAMESPACE
 
 if TYPE_CHECKING:
@@ -57,19 +58,24 @@ def library(device: str) -> DeviceLibrary:
         loaded = ctypes.CDLL(str(path))
         stamp, isa = loaded.kvbackend_stamp, loaded.kvbackend_isa
     except (OSError, AttributeError) as error:
-        return DeviceLibrary(reason=_import_reason(f"{path.name} cannot be loaded ({error})"))
+        cause = primary_cause(str(error))
+        what = f"{path.name} cannot be loaded ({error})" + (f"; {cause}" if cause else "")
+        return DeviceLibrary(reason=f"{what}: run `kvbackend doctor`")
     stamp.restype = isa.restype = ctypes.c_char_p
     schemas = {line.partition("(")[0]: line for line in stamp().decode().splitlines()}
     return DeviceLibrary(schemas, isa().decode())
 
 
-def _import_reason(what: str) -> str:
+def build_facts() -> dict[str, Any]:
+    """What the pybind11 module knows: `build`, how it was compiled, and `cpu_features`, what this CPU can do.
+
+    Raises ImportError where the module is not there, with the one primary cause and "run: kvbackend doctor".
+    """
     try:
-        from .doctor import primary_cause
-    except ImportError:
-        return f"{what}: run `kvbackend doctor`"
-    cause = primary_cause()
-    return f"{what}; {cause}: run `kvbackend doctor`" if cause else f"{what}: run `kvbackend doctor`"
+        from . import _build
+    except ImportError as error:
+        raise ImportError(explain_import_error(error)) from error
+    return {"build": _build.build_info(), "cpu_features": _build.cpu_features()}
 
 
 def missing(op: Op, device: str) -> Iterator[str]:

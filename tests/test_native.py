@@ -95,7 +95,15 @@ def test_instruction_sets_can_be_forced_down(isa: str) -> None:
 
 
 def test_build_facts() -> None:
-    build = pytest.importorskip("kvbackend._build", reason="the pybind11 module is not built")
-    info = build.build_info()
-    assert "cpu" in info["libraries"].split()
-    assert info["torch"].startswith("2.")
+    pytest.importorskip("kvbackend._build", reason="the pybind11 module is not built")
+    facts = native.build_facts()
+    assert "cpu" in facts["build"]["libraries"].split()
+    assert facts["build"]["torch"].startswith("2.")
+    assert facts["cpu_features"].keys() >= {"avx2", "avx512", "amx_bf16"}
+
+
+def test_a_missing_module_sends_to_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvbackend._build", None)
+    monkeypatch.delattr("kvbackend._build", raising=False)
+    with pytest.raises(ImportError, match=r"run: kvbackend doctor$"):
+        native.build_facts()

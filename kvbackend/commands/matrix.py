@@ -28,6 +28,7 @@ def main(args: argparse.Namespace) -> int:
     from ..backends import names
     from ..dispatch import FallbackWarning
     from ..matrix import Cell, cells, summarize
+    from ..native import build_facts
     from ..ops import get, registry
 
     chosen = [get(name).name for name in args.ops] or list(registry)
@@ -47,7 +48,13 @@ def main(args: argparse.Namespace) -> int:
         print("\r" + " " * 50 + "\r", end="", file=sys.stderr)
     summary = summarize(found)
     if args.json:
-        host = dict(platform=platform.platform(), machine=platform.machine(), python=platform.python_version())
+        host: dict[str, Any] = dict(
+            platform=platform.platform(), machine=platform.machine(), python=platform.python_version()
+        )
+        try:
+            host |= build_facts()
+        except ImportError as error:
+            host["build"] = str(error)
         document: dict[str, Any] = dict(host=host | {"torch": torch.__version__}, devices=[args.device])
         print_json("matrix", document | {"cells": [cell.to_dict() for cell in found], "summary": summary})
     else:

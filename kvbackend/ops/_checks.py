@@ -8,35 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import need, one_of
+from ..arrays import need
 from ..facts import View, fact
-
-_NATIVE_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def kv_format(name: str, **caches: Any) -> None:
-    """`auto` reads a cache as its dtype says; fp32, bf16 and fp16 demand that dtype."""
-    need(
-        name == "auto" or name in _NATIVE_FORMATS,
-        f"kv_format is {name!r}; this op takes {one_of(['auto', *_NATIVE_FORMATS])}: pass 'auto' to read the cache as "
-        f"its dtype says",
-    )
-    for cache_name, cache in caches.items():
-        need(
-            name == "auto" or cache.dtype is _NATIVE_FORMATS[name],
-            f"{cache_name} is {cache.dtype}; kv_format {name!r} reads {_NATIVE_FORMATS.get(name)}: pass 'auto' or "
-            f"allocate the cache in that dtype",
-        )
-
-
-def no_scales(format_name: str, **scales: Any) -> None:
-    """Formats without scales take none."""
-    for name, scale in scales.items():
-        need(
-            scale is None,
-            f"{name} is given but kv_format {format_name!r} has no scale; scales belong to quantized formats: "
-            f"drop {name} or choose such a format",
-        )
 
 
 def same_dtype(name: str, tensor: Any, **others: Any) -> None:
