@@ -52,6 +52,18 @@ def even_rotary(width: Any, owner: str) -> None:
     need(width % 2 == 0, f"{owner} rotates {width} dims; pairs are rotated, so it must be even: pass cos then sin")
 
 
+def rope_at_read(rope_cos_sin: Any, q: Any) -> None:
+    """A table for keys that are rotated as they are read, if one is given."""
+    if rope_cos_sin is None:
+        return
+    even_rotary(rope_cos_sin.shape[1], "rope_cos_sin")
+    need(
+        rope_cos_sin.shape[1] <= q.shape[2],
+        f"rope_cos_sin rotates {rope_cos_sin.shape[1]} dims but keys have {q.shape[2]}; it must be at most that: "
+        f"pass the table of this model",
+    )
+
+
 def rotary_table(name: str, tensor: Any, cos_sin: Any) -> None:
     """cos_sin holds pairs of columns, in float32 or in the dtype of what it rotates."""
     need(

@@ -141,13 +141,7 @@ def _(q, key_cache, scores, score_cache, window, softcap, k_scale, k_scale_cache
     _checks.heads_divide(q.shape[1], key_cache.shape[2])
     _checks.window(window)
     _checks.softcap(softcap)
-    if rope_cos_sin is not None:
-        _checks.even_rotary(rope_cos_sin.shape[1], "rope_cos_sin")
-        need(
-            rope_cos_sin.shape[1] <= q.shape[2],
-            f"rope_cos_sin rotates {rope_cos_sin.shape[1]} dims but keys have {q.shape[2]}; it must be at most that: "
-            f"pass the table of this model",
-        )
+    _checks.rope_at_read(rope_cos_sin, q)
 
 
 @accumulate_scores.values

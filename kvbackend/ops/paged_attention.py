@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import formats
-from ..arrays import Float, Float32, Index, Int32, Rows, need
+from ..arrays import Float, Float32, Index, Int32, Rows
 from ..spec import op
 from . import _checks, _formats, _math
 from ._samples import BATCHES, Maker, Pool
@@ -122,13 +122,7 @@ def _(
     _checks.heads_divide(q.shape[1], key_cache.shape[2])
     _checks.window(window)
     _checks.softcap(softcap)
-    if rope_cos_sin is not None:
-        _checks.even_rotary(rope_cos_sin.shape[1], "rope_cos_sin")
-        need(
-            rope_cos_sin.shape[1] <= q.shape[2],
-            f"rope_cos_sin rotates {rope_cos_sin.shape[1]} dims but keys have {q.shape[2]}; it must be at most that: "
-            f"pass the table of this model",
-        )
+    _checks.rope_at_read(rope_cos_sin, q)
 
 
 @paged_attention.values
