@@ -24,10 +24,7 @@ FEW = 3
 
 
 # Ops whose reference is all there is yet: chosen explicitly, since automatic choice warns.
-WITHOUT_KERNEL = {
-    "accumulate_scores", "compact_cache", "dequantize_kv", "lowrank_project", "lowrank_reconstruct", "quantize_kv",
-    "select_tokens",
-}  # fmt: skip
+WITHOUT_KERNEL = {"accumulate_scores", "dequantize_kv", "quantize_kv"}
 # Samples that the CPU kernel may refuse.
 ALLOWED_REFUSALS: dict[str, set[str]] = {}
 

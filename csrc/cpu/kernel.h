@@ -188,12 +188,11 @@ class Ids {
 
   int64_t operator[](int64_t i) const { return at(i * stride_); }
   int64_t operator()(int64_t row, int64_t i) const { return at(row * row_stride_ + i * stride_); }
-
- private:
   int64_t at(int64_t offset) const {
     return wide_ ? static_cast<const int64_t*>(wide_)[offset] : static_cast<const int32_t*>(narrow_)[offset];
   }
 
+ private:
   const void* wide_ = nullptr;
   const void* narrow_ = nullptr;
   int64_t stride_, row_stride_;

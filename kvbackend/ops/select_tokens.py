@@ -48,7 +48,7 @@ def select_tokens(
     Source: SnapKV (arXiv 2404.14469), listing 1; with a kernel of 1 the selection of H2O (arXiv 2306.14048) and TOVA
     (arXiv 2401.06104).
     """
-    _need_sizes(budget, num_sinks, num_recent, kernel)
+    need_sizes(budget, num_sinks, num_recent, kernel)
     num_seqs, num_sets, width = scores.shape
     scores = scores.to(compute_dtype(scores))
     position = torch.arange(width, device=scores.device)
@@ -85,7 +85,7 @@ def _pooled(scores: Tensor, usable: Tensor, pooling: str, kernel: int) -> Tensor
     return pooled
 
 
-def _need_sizes(budget: Any, num_sinks: Any, num_recent: Any, kernel: Any) -> None:
+def need_sizes(budget: Any, num_sinks: Any, num_recent: Any, kernel: Any) -> None:
     # not in `check`: what that reads, a resolved callable is bound to, and budgets differ from layer to layer
     for name, count in (("num_sinks", num_sinks), ("num_recent", num_recent)):
         need(count >= 0, f"{name} is {count}; it must be 0 or more: pass 0 to force none")
@@ -115,7 +115,7 @@ def _(scores, seq_lens, budget, num_sinks, num_recent, budgets, **_):
 
 @select_tokens.fake
 def _(scores, budget, num_sinks, num_recent, kernel, **_):
-    _need_sizes(budget, num_sinks, num_recent, kernel)
+    need_sizes(budget, num_sinks, num_recent, kernel)
     return scores.new_empty(*scores.shape[:2], budget, dtype=torch.int32)
 
 
