@@ -42,6 +42,59 @@ inline Vec load(const float* from) {
 
 inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof value); }
 
+inline Vec from_halves(HalfVec half) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)half);
+#elif defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps((__m128i)half);
+#else  // as to_float(fp16), lane by lane
+  const BitVec bits = __builtin_convertvector(half, BitVec);
+  const BitVec magnitude = (bits & 0x7fff) << 13;
+  const BitVec scaled = (BitVec)((Vec)magnitude * bits_to_float(0x77800000));
+  const BitVec special = (BitVec)(magnitude >= 0x0f800000) & 0x7f800000;
+  return (Vec)(scaled | special | (bits & 0x8000) << 16);
+#endif
+}
+
+inline Vec load(const fp16* from) {
+  HalfVec half;
+  std::memcpy(&half, from, sizeof half);
+  return from_halves(half);
+}
+
+inline Vec load(const bf16* from) {
+#if defined(__AVX512F__)
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return (Vec)((BitVec)_mm512_maskz_cvtepu16_epi32(0xffff, half) << 16);
+#else
+  HalfVec half;
+  std::memcpy(&half, from, sizeof half);
+  return (Vec)(__builtin_convertvector(half, BitVec) << 16);
+#endif
+}
+
+inline void store(fp16* to, Vec value) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtps_ph(0xffff, (__m512)value, 0));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)value, 0));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i] = from_float<fp16>(value[i]);
+#endif
+}
+
+inline void store(bf16* to, Vec value) {  // as from_float<bf16>, lane by lane
+  const BitVec bits = (BitVec)value;
+  const BitVec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
+  const BitVec wide = (bits & 0x7fffffff) > 0x7f800000 ? nan : rounded;
+#if defined(__AVX512F__)
+  const HalfVec half = (HalfVec)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)wide);
+#else
+  const HalfVec half = __builtin_convertvector(wide, HalfVec);
+#endif
+  std::memcpy(to, &half, sizeof half);
+}
+
 // A row of numbers, `stride` elements apart, to consecutive ones of the same type.
 inline void load_row(const bf16* row, int64_t stride, int64_t size, bf16* out) {
   if (stride == 1) {
@@ -54,12 +107,16 @@ inline void load_row(const bf16* row, int64_t stride, int64_t size, bf16* out) {
 // kPair numbers as two vectors. Their order within the pair is the type's own.
 constexpr int64_t kPair = 2 * kLanes;
 
-inline void load_pair(const float* from, Vec& first, Vec& second) {
+template <class T>
+inline void load_pair(const T* from, Vec& first, Vec& second) {
   first = load(from);
   second = load(from + kLanes);
 }
 
 // Even elements, then odd ones: a shift and a mask instead of two widening shuffles.
+template <class T>
+constexpr bool kEvensFirst = std::is_same_v<T, bf16>;
+
 inline void load_pair(const bf16* from, Vec& first, Vec& second) {
   BitVec bits;
   std::memcpy(&bits, from, sizeof bits);
@@ -67,31 +124,10 @@ inline void load_pair(const bf16* from, Vec& first, Vec& second) {
   second = (Vec)(bits & 0xffff0000);
 }
 
-inline Vec load(const fp16* from) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__F16C__)
-  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else  // as to_float(fp16), lane by lane
-  HalfVec half;
-  std::memcpy(&half, from, sizeof half);
-  const BitVec bits = __builtin_convertvector(half, BitVec);
-  const BitVec magnitude = (bits & 0x7fff) << 13;
-  const BitVec scaled = (BitVec)((Vec)magnitude * bits_to_float(0x77800000));
-  const BitVec special = (BitVec)(magnitude >= 0x0f800000) & 0x7f800000;
-  return (Vec)(scaled | special | (bits & 0x8000) << 16);
-#endif
-}
-
-inline void load_pair(const fp16* from, Vec& first, Vec& second) {
-  first = load(from);
-  second = load(from + kLanes);
-}
-
 // A row of numbers into the order in which load_pair delivers a row of T, and back. Sizes are multiples of kPair.
 template <class T>
 void to_pairs(const float* row, int64_t size, float* out) {
-  if (!std::is_same_v<T, bf16>) return std::copy_n(row, size, out), void();
+  if (!kEvensFirst<T>) return std::copy_n(row, size, out), void();
   for (int64_t base = 0; base < size; base += kPair) {
     for (int64_t i = 0; i < kPair; ++i) out[base + i % 2 * kLanes + i / 2] = row[base + i];
   }
@@ -99,7 +135,7 @@ void to_pairs(const float* row, int64_t size, float* out) {
 
 template <class T>
 void from_pairs(const float* row, int64_t size, float* out) {
-  if (!std::is_same_v<T, bf16>) return std::copy_n(row, size, out), void();
+  if (!kEvensFirst<T>) return std::copy_n(row, size, out), void();
   for (int64_t base = 0; base < size; base += kPair) {
     for (int64_t i = 0; i < kPair; ++i) out[base + i] = row[base + i % 2 * kLanes + i / 2];
   }

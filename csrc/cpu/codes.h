@@ -1,0 +1,298 @@
+// Numbers of 8 and 4 bits: what the codes of quantized caches stand for, and the codes of numbers.
+//
+// Each grid is a type of its own, so that rows of codes are read like rows of numbers: to_float and from_float for one,
+// load, load_pair and store for a vector. Rounding, saturation and the treatment of NaN are those of
+// kvbackend/codecs/grids.py, to the bit. Numbers that are encoded are not NaN.
+#pragma once
+
+#include "simd.h"
+
+namespace kvbackend::KVBACKEND_ISA {
+
+struct e4m3 {  // sign, 4 bits of exponent (bias 7), 3 of mantissa; 448 is the largest, 0x7f and 0xff are NaN
+  uint8_t bits;
+  static constexpr float kLargest = 448.0f;
+};
+struct e5m2 {  // the upper half of a float16
+  uint8_t bits;
+  static constexpr float kLargest = 57344.0f;
+};
+struct e8m0 {  // 2^(bits - 127), 255 is NaN: scales only
+  uint8_t bits;
+};
+// Two codes in a byte, the even channel in the low nibble.
+struct e2m1x2 {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign
+  uint8_t bits;
+  static constexpr float kLargest = 6.0f;
+};
+struct uint4x2 {  // 0 .. 15
+  uint8_t bits;
+};
+constexpr float kLargestInt8 = 127.0f;  // int8_t is its own type
+
+// Codes in an element of storage.
+template <class Code>
+constexpr int64_t kPerByte = 1;
+template <>
+inline constexpr int64_t kPerByte<e2m1x2> = 2;
+template <>
+inline constexpr int64_t kPerByte<uint4x2> = 2;
+
+template <>
+inline constexpr bool kEvensFirst<e2m1x2> = true;
+template <>
+inline constexpr bool kEvensFirst<uint4x2> = true;
+
+// ------------------------------------------------------------------------------------------------------- one number
+
+inline float to_float(int8_t code) { return code; }
+
+inline float to_float(e4m3 code) {
+  const uint32_t magnitude = code.bits & 0x7f, sign = static_cast<uint32_t>(code.bits & 0x80) << 24;
+  if (magnitude == 0x7f) return bits_to_float(0x7fc00000 | sign);
+  const float value = magnitude < 8 ? magnitude * 0x1p-9f : bits_to_float((magnitude << 20) + (120u << 23));
+  return bits_to_float(float_to_bits(value) | sign);
+}
+
+inline float to_float(e5m2 code) { return to_float(fp16{static_cast<uint16_t>(code.bits << 8)}); }
+
+inline float to_float(e8m0 code) {
+  const uint32_t subnormal = 1 << 22, nan = 0x7fc00000;  // 2^-127 has no leading one
+  return bits_to_float(code.bits == 0 ? subnormal : code.bits == 255 ? nan : static_cast<uint32_t>(code.bits) << 23);
+}
+
+inline float e2m1_to_float(uint32_t code) {
+  const uint32_t low = code & 7, sign = (code & 8) << 28;
+  const float value = low < 2 ? low * 0.5f : bits_to_float((low << 22) + (126u << 23));
+  return bits_to_float(float_to_bits(value) | sign);
+}
+
+inline float even(e2m1x2 pair) { return e2m1_to_float(pair.bits & 15); }
+inline float odd(e2m1x2 pair) { return e2m1_to_float(pair.bits >> 4); }
+inline float even(uint4x2 pair) { return static_cast<float>(pair.bits & 15); }
+inline float odd(uint4x2 pair) { return static_cast<float>(pair.bits >> 4); }
+
+// |value| in a grid with `mantissa` bits of mantissa whose smallest normal number is 2^least and has code 1 <<
+// mantissa: nearest, ties to even, at most `largest`. Below 2^least the float adder rounds, at the spacing of the
+// subnormals.
+template <int mantissa, int least>
+inline uint32_t magnitude_code(float value, float largest) {
+  constexpr int dropped = 23 - mantissa;
+  constexpr uint32_t spacing = static_cast<uint32_t>(127 + least + dropped) << 23;  // a float whose last place it is
+  const float magnitude = std::min(std::fabs(value), largest);
+  const uint32_t bits = float_to_bits(magnitude);
+  if (magnitude < bits_to_float(static_cast<uint32_t>(127 + least) << 23))
+    return float_to_bits(magnitude + bits_to_float(spacing)) - spacing;
+  const uint32_t half = (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
+  return ((bits + half) >> dropped) - (static_cast<uint32_t>(126 + least) << mantissa);
+}
+
+inline uint32_t sign_bit(float value) { return float_to_bits(value) >> 31; }
+
+template <>
+inline e4m3 from_float<e4m3>(float value) {
+  return {static_cast<uint8_t>(magnitude_code<3, -6>(value, e4m3::kLargest) | sign_bit(value) << 7)};
+}
+
+template <>
+inline e5m2 from_float<e5m2>(float value) {
+  return {static_cast<uint8_t>(magnitude_code<2, -14>(value, e5m2::kLargest) | sign_bit(value) << 7)};
+}
+
+template <>
+inline int8_t from_float<int8_t>(float value) {  // ties away from zero; value + 0.5 would round for itself
+  const float limited = std::min(std::max(value, -128.0f), 127.0f), whole = std::trunc(limited);
+  return static_cast<int8_t>(whole + std::trunc((limited - whole) * 2.0f));
+}
+
+inline uint32_t e2m1_from_float(float value) {
+  return magnitude_code<1, 0>(value, e2m1x2::kLargest) | sign_bit(value) << 3;
+}
+
+inline e2m1x2 pair_of(float even, float odd, e2m1x2) {
+  return {static_cast<uint8_t>(e2m1_from_float(even) | e2m1_from_float(odd) << 4)};
+}
+
+inline uint4x2 pair_of(float even, float odd, uint4x2) {  // ties to even
+  const auto code = [](float value) {
+    return static_cast<uint32_t>(std::nearbyint(std::min(std::max(value, 0.0f), 15.0f)));
+  };
+  return {static_cast<uint8_t>(code(even) | code(odd) << 4)};
+}
+
+// --------------------------------------------------------------------------------------------------------- a vector
+
+// Conversions between widths, by intrinsics: what the compiler makes of __builtin_convertvector here goes lane by lane.
+// In AVX-512 the masked ones, since GCC 12 warns of the others' unused operand.
+
+typedef uint64_t PairVec __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+
+// kLanes bytes as integers.
+inline BitVec load_bytes(const void* from) {
+#if defined(__AVX512F__)
+  return (BitVec)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(static_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  return (BitVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
+#else
+  BitVec out;
+  for (int i = 0; i < kLanes; ++i) out[i] = static_cast<const uint8_t*>(from)[i];
+  return out;
+#endif
+}
+
+inline HalfVec load_half_bytes(const void* from) {
+#if defined(__AVX512F__)
+  return (HalfVec)_mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  return (HalfVec)_mm_cvtepu8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
+#else
+  HalfVec out;
+  for (int i = 0; i < kLanes; ++i) out[i] = static_cast<const uint8_t*>(from)[i];
+  return out;
+#endif
+}
+
+// The low bytes of integers.
+inline void store_bytes(void* to, BitVec values) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(static_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)values));
+#elif defined(__AVX2__)
+  const __m256i lowest = _mm256_set1_epi32(0x0c080400), bytes = _mm256_shuffle_epi8((__m256i)values, lowest);
+  const __m128i all = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  _mm_storel_epi64(static_cast<__m128i*>(to), all);
+#else
+  for (int i = 0; i < kLanes; ++i) static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(values[i]);
+#endif
+}
+
+// kLanes codes from half as many bytes, the low nibble first. Bits above a code's four are its neighbour's.
+inline BitVec load_nibbles(const void* from) {
+#if defined(__AVX512F__)
+  const PairVec pairs = (PairVec)_mm512_maskz_cvtepu8_epi64(0xff, _mm_loadl_epi64(static_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  int bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  const PairVec pairs = (PairVec)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bytes));
+#else
+  PairVec pairs;
+  for (int i = 0; i < kLanes / 2; ++i) pairs[i] = static_cast<const uint8_t*>(from)[i];
+#endif
+  return (BitVec)(pairs | pairs << 28);
+}
+
+// The reverse; bits above a code's four are 0.
+inline void store_nibbles(void* to, BitVec codes) {
+  const PairVec pairs = (PairVec)codes | (PairVec)codes >> 28;
+#if defined(__AVX512F__)
+  _mm_storel_epi64(static_cast<__m128i*>(to), _mm512_maskz_cvtepi64_epi8(0xff, (__m512i)pairs));
+#elif defined(__AVX2__)
+  const __m256i lowest = _mm256_set1_epi32(0x80800800), bytes = _mm256_shuffle_epi8((__m256i)pairs, lowest);
+  const __m128i all = _mm_unpacklo_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  const int word = _mm_cvtsi128_si32(all);
+  std::memcpy(to, &word, sizeof word);
+#else
+  for (int i = 0; i < kLanes / 2; ++i) static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(pairs[i]);
+#endif
+}
+
+inline Vec load(const int8_t* from) {
+#if defined(__AVX512F__)
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (Vec)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, codes));
+#elif defined(__AVX2__)
+  const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+#else
+  Vec out;
+  for (int i = 0; i < kLanes; ++i) out[i] = to_float(from[i]);
+  return out;
+#endif
+}
+
+// As the upper half of a float16, which it is 2^-8 of: the conversion copes with subnormals.
+inline Vec load(const e4m3* from) {
+  const HalfVec code = load_half_bytes(from), magnitude = code & 0x7f;
+  const HalfVec nan = (HalfVec)(magnitude == 0x7f) & 0x4000;
+  return from_halves((code & 0x80) << 8 | magnitude << 7 | nan) * 256.0f;
+}
+
+// The upper half of a float16.
+inline Vec load(const e5m2* from) { return from_halves(load_half_bytes(from) << 8); }
+
+// The values of the low nibbles of integers.
+inline Vec e2m1_values(BitVec code) {
+#if defined(__AVX512F__)
+  const __m512 values = _mm512_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6);
+  return (Vec)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)code, values);
+#elif defined(__AVX2__)
+  const BitVec sign = (code & 8) << 28;
+  const __m256 values = _mm256_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6);
+  return (Vec)((BitVec)_mm256_permutevar8x32_ps(values, (__m256i)code) | sign);
+#else
+  Vec out;
+  for (int i = 0; i < kLanes; ++i) out[i] = e2m1_to_float(code[i]);
+  return out;
+#endif
+}
+
+inline Vec uint4_values(BitVec code) {  // below 2^23 an integer is a mantissa
+  return (Vec)((code & 15) | 0x4b000000) - 8388608.0f;
+}
+
+// kLanes codes in order.
+inline Vec load(const e2m1x2* from) { return e2m1_values(load_nibbles(from)); }
+inline Vec load(const uint4x2* from) { return uint4_values(load_nibbles(from)); }
+
+// kPair codes, even ones first.
+inline void load_pair(const e2m1x2* from, Vec& first, Vec& second) {
+  const BitVec code = load_bytes(from);
+  first = e2m1_values(code);
+  second = e2m1_values(code >> 4);
+}
+
+inline void load_pair(const uint4x2* from, Vec& first, Vec& second) {
+  const BitVec code = load_bytes(from);
+  first = uint4_values(code);
+  second = uint4_values(code >> 4);
+}
+
+inline void load_pair(const int8_t* from, Vec& first, Vec& second) {
+  first = load(from);
+  second = load(from + kLanes);
+}
+
+// As magnitude_code, lane by lane, with the sign at bit `sign_at`.
+template <int mantissa, int least, int sign_at>
+inline BitVec float_codes(Vec value, float largest) {
+  constexpr int dropped = 23 - mantissa;
+  constexpr uint32_t spacing = static_cast<uint32_t>(127 + least + dropped) << 23;
+  const BitVec sign = (BitVec)value & 0x80000000;
+  const Vec whole = (Vec)((BitVec)value ^ sign), magnitude = whole < largest ? whole : broadcast(largest);
+  const BitVec bits = (BitVec)magnitude;
+  const BitVec subnormal = (BitVec)(magnitude + bits_to_float(spacing)) - spacing;
+  const BitVec half = (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
+  const BitVec normal = ((bits + half) >> dropped) - (static_cast<uint32_t>(126 + least) << mantissa);
+  const float smallest_normal = bits_to_float(static_cast<uint32_t>(127 + least) << 23);
+  return (magnitude < smallest_normal ? subnormal : normal) | sign >> (31 - sign_at);
+}
+
+inline void store(e4m3* to, Vec value) { store_bytes(to, float_codes<3, -6, 7>(value, e4m3::kLargest)); }
+
+inline void store(e5m2* to, Vec value) { store_bytes(to, float_codes<2, -14, 7>(value, e5m2::kLargest)); }
+
+// The float below 0.5 is added, whose sum rounds to a whole number just where value + 0.5 is one.
+inline void store(int8_t* to, Vec value) {
+  const Vec limited = value < -128.0f ? broadcast(-128.0f) : value > 127.0f ? broadcast(127.0f) : value;
+  const BitVec half = ((BitVec)value & 0x80000000) | 0x3effffff;
+  typedef int32_t IntVec __attribute__((vector_size(sizeof(Vec))));
+  store_bytes(to, (BitVec) __builtin_convertvector(limited + (Vec)half, IntVec));
+}
+
+inline void store(e2m1x2* to, Vec value) { store_nibbles(to, float_codes<1, 0, 3>(value, e2m1x2::kLargest)); }
+
+inline void store(uint4x2* to, Vec value) {
+  const Vec limited = value < 0.0f ? Vec{} : value > 15.0f ? broadcast(15.0f) : value;
+  store_nibbles(to, (BitVec)(limited + 12582912.0f) & 15);  // the adder rounds
+}
+
+}  // namespace kvbackend::KVBACKEND_ISA
