@@ -37,10 +37,19 @@ class Kept:
     block_size   tokens of a block: the rule counts in whole blocks
     num_blocks   blocks of the cache
     keep_blocks  blocks in full precision; None: those of 8 sequences
+    codes_late   a block has no codes until it leaves, so it stays through the append that fills it
     """
 
-    def __init__(self, recent: int, sinks: int, block_size: int, num_blocks: int, keep_blocks: int | None) -> None:
-        self.recent, self.sinks, self.block_size = recent, sinks, block_size
+    def __init__(
+        self,
+        recent: int,
+        sinks: int,
+        block_size: int,
+        num_blocks: int,
+        keep_blocks: int | None,
+        codes_late: bool = False,
+    ) -> None:
+        self.recent, self.sinks, self.block_size, self.codes_late = recent, sinks, block_size, codes_late
         for name, value in (("keep_recent", recent), ("keep_sinks", sinks)):
             if value < 0:
                 raise ArgumentError(f"{name} is {value}; it must be 0 or more: pass how many tokens to keep")
@@ -56,7 +65,8 @@ class Kept:
     @property
     def blocks_per_sequence(self) -> int:
         """Blocks that one sequence holds at most, and one to spare while it takes the next."""
-        return -(-self.sinks // self.block_size) + (self.recent and -(-(self.recent - 1) // self.block_size) + 1) + 1
+        recent = self.recent and -(-(self.recent - 1) // self.block_size) + 1
+        return -(-self.sinks // self.block_size) + recent + self.codes_late + 1
 
     def covers(self, index: int, length: int) -> bool:
         """Whether the block at `index` has one of the first or last tokens of a sequence of that length."""
@@ -68,7 +78,8 @@ class Kept:
         after = length + count
         start, end = -(-length // self.block_size), -(-after // self.block_size)
         last = start - 1
-        dropped = [index for index in held if not self.covers(index, after)]
+        filling = last if self.codes_late and length % self.block_size else None
+        dropped = [index for index in held if index != filling and not self.covers(index, after)]
         copied = last if copies and last in held and last not in dropped else None
         # only blocks that begin now: a row that came before is nowhere in full precision
         first = max(start, (after - self.recent) // self.block_size) if self.recent else end

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import formats, ops
 from ..errors import ArgumentError
 from ..layouts import LAYOUTS, allocate_kv
+from . import kivi
 from .parts import Part, format_of, formats_of, is_quantized
 
 Scales = Mapping[str, Tensor]
@@ -108,6 +109,11 @@ class MlaLayer:
                 f"kv_format is {kv_format!r}; MLA's latent row is key and value, so it has one format: pass one name"
             )
         latent = format_of(kv_format, dtype)
+        if latent.granularity == "kivi":
+            raise ArgumentError(
+                f"kv_format is {kv_format!r}, which scales keys per channel and values per token; MLA's latent row is "
+                f"both: choose fp4_e2m1, mxfp4 or nvfp4 for 4 bits"
+            )
         if latent.granularity == "channel":
             raise ArgumentError(
                 f"kv_format is {kv_format!r}, with scales per channel; a latent cache takes one scale, or scales per "
@@ -238,13 +244,21 @@ class GqaPages:
         return _present(*self.caches, self.k_scale_cache, self.v_scale_cache)
 
     @property
-    def scales(self) -> tuple[Tensor, ...]:
-        """The static scales there are."""
-        return _present(self.k_scale, self.v_scale)
+    def static_scales(self) -> dict[str, Tensor]:
+        """The static scales there are, by the names of the ops' arguments."""
+        return _named(k_scale=self.k_scale, v_scale=self.v_scale)
+
+    @property
+    def key_groups(self) -> bool:
+        """Whether keys share scales across tokens, and are coded in whole groups."""
+        return kivi.is_kivi(formats.pair(self.kv_format)[0])
 
     def write(self, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values [T, kv_heads, head_dim | value_dim] to their slots, as reshape_and_cache does."""
-        ops.reshape_and_cache(key, value, slot_mapping=slot_mapping, **self.arguments)
+        if self.key_groups:
+            kivi.write(self, slot_mapping, key, value)
+        else:
+            ops.reshape_and_cache(key, value, slot_mapping=slot_mapping, **self.arguments)
         if self.full is not None:
             self.full.pages.write(self.full.slots(slot_mapping), key, value)
 
@@ -297,9 +311,9 @@ class MlaPages:
         return _present(*self.caches, self.k_scale_cache)
 
     @property
-    def scales(self) -> tuple[Tensor, ...]:
-        """The static scales there are."""
-        return _present(self.k_scale)
+    def static_scales(self) -> dict[str, Tensor]:
+        """The static scale, if there is one, by the name of the ops' argument."""
+        return _named(k_scale=self.k_scale)
 
     def write(self, slot_mapping: Tensor, ckv: Tensor, kpe: Tensor) -> None:
         """Write rows [T, kv_lora_rank | qk_rope_head_dim] to their slots, as concat_and_cache_mla does."""
@@ -329,6 +343,10 @@ def static_scales(
 def _gather_arguments(cache: Tensor, name: str, scale: Tensor | None, scale_cache: Tensor | None) -> dict[str, Any]:
     kv_format = name if is_quantized(name) else "auto"
     return {"cache": cache, "kv_format": kv_format, "scale": scale, "scale_cache": scale_cache}
+
+
+def _named(**tensors: Tensor | None) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:

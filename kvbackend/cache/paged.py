@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .. import formats, ops
 from ..errors import ArgumentError
+from . import kivi
 from .kept import Append, Kept
-from .layers import FullRows, Layer, MlaPages, Pages, Scales, static_scales
+from .layers import FullRows, GqaPages, Layer, MlaPages, Pages, Scales, static_scales
 from .parts import is_quantized
 from .pool import BlockPool
 
@@ -65,7 +66,8 @@ class PagedCache:
     kv_format    how tokens are stored: a name of `kvbackend.formats` for all layers ("int8/fp8_e4m3" names one for keys
                  and one for values), a list with a name for each layer, or a function from a layer's index to its name.
                  Shallow fp4 and deep fp8: ["fp4_e2m1"] * 8 + ["fp8_e4m3:token_head"] * 24. "auto" stores rows as they
-                 are. "int4", whose key scales span tokens, is refused
+                 are. "int4" (KIVI), whose key scales span tokens, keeps the newest block in full precision and codes a
+                 block when it leaves the recent window; all rows of an append are then written in one call
     scales       {"k_scale": ..., "v_scale": ...} for each layer, or None: the static scales of formats that have them,
                  float32, per tensor [1], head [kv_heads] or channel [kv_heads, dim], and nvfp4's global one [1]. What
                  is left out is 1 for nvfp4, and for FP8, as in vLLM, so that numbers saturate at 448 (e4m3) or 57344
@@ -112,8 +114,11 @@ class PagedCache:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
         self.kept: Kept | None = None
+        self._key_groups = any(kivi.is_kivi(formats.pair(name)[0]) for name in self.kv_formats)
+        if self._key_groups:
+            keep_recent = max(keep_recent, 1)  # the block whose groups are open
         if keep_recent or keep_sinks:
-            self.kept = Kept(keep_recent, keep_sinks, block_size, num_blocks, keep_blocks)
+            self.kept = Kept(keep_recent, keep_sinks, block_size, num_blocks, keep_blocks, self._key_groups)
         elif keep_blocks is not None:
             raise ArgumentError(
                 f"keep_blocks is {keep_blocks}, but keep_recent and keep_sinks are 0; blocks in full precision are "
@@ -122,18 +127,10 @@ class PagedCache:
         given = _scales_of(scales, self.specs, dtype, self.kv_formats)
         for spec, name in zip(self.specs, self.kv_formats, strict=True):
             spec.check_layout(layout, dtype, name)
-        self.layers: tuple[Pages, ...] = tuple(
-            spec.allocate(num_blocks, block_size, dtype, self.device, layout, name, layer_scales)
-            for spec, name, layer_scales in zip(self.specs, self.kv_formats, given, strict=True)
-        )
-        if self.kept is not None:
-            # [num_blocks]: which block in full precision holds the rows of a block too; writes ask it on the device
-            self._full_blocks = torch.full((num_blocks,), -1, dtype=torch.int64, device=self.device)
-            sizes = self.kept.pool.num_blocks, block_size, dtype, self.device, layout
-            self.layers = tuple(
-                replace(pages, full=FullRows(spec.allocate(*sizes), self._full_blocks)) if is_quantized(name) else pages
-                for spec, name, pages in zip(self.specs, self.kv_formats, self.layers, strict=True)
-            )
+        # [num_blocks]: which block in full precision holds the rows of a block too; writes ask it on the device
+        self._full_blocks = self._no_blocks(num_blocks if self.kept is not None else 0)
+        keep_blocks = self.kept.pool.num_blocks if self.kept is not None else 0
+        self.layers: tuple[Pages, ...] = self._allocate(num_blocks, keep_blocks, self._full_blocks, given)
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
         self._tables: tuple[tuple[Any, ...], _Tables] | None = None  # of the last batch that attended
@@ -163,6 +160,50 @@ class PagedCache:
             )
         num_blocks = (memory_bytes - fixed_bytes) // block_bytes
         return cls(specs, num_blocks, block_size, dtype, device, layout, names, scales)
+
+    def grow(self, num_blocks: int, keep_blocks: int | None = None) -> None:
+        """Have so many blocks, and so many in full precision, from now on; sequences and their blocks stay.
+
+        Both pages exist while it copies. `layers` are new objects: tensors taken from the old ones are stale.
+        """
+        full = None if self.kept is None else self.kept.pool
+        keep_blocks = (full.num_blocks if full else 0) if keep_blocks is None else keep_blocks
+        for name, count, held in (("num_blocks", num_blocks, self.pool), ("keep_blocks", keep_blocks, full)):
+            if count < (held.num_blocks if held else 0) or (count and held is None):
+                raise ArgumentError(
+                    f"{name} is {count}; the cache has {held.num_blocks if held else 0} and can only grow"
+                    f"{'' if held else ' where keep_recent or keep_sinks was given'}: pass at least that"
+                )
+        full_blocks = self._no_blocks(num_blocks if full else 0)
+        full_blocks[: len(self._full_blocks)] = self._full_blocks
+        scales = [pages.static_scales for pages in self.layers]
+        layers = self._allocate(num_blocks, keep_blocks, full_blocks, scales)
+        for before, after in zip(self.layers, layers, strict=True):
+            old_new = [*zip(before.tensors, after.tensors, strict=True)]
+            if before.full is not None and after.full is not None:
+                old_new += zip(before.full.pages.tensors, after.full.pages.tensors, strict=True)
+            for old, new in old_new:
+                new[: len(old)] = old
+        self.pool.grow(num_blocks)
+        if full:
+            full.grow(keep_blocks)
+        self.layers, self._full_blocks = layers, full_blocks
+
+    def _no_blocks(self, count: int) -> Tensor:
+        return torch.full((count,), -1, dtype=torch.int64, device=self.device)
+
+    def _allocate(
+        self, num_blocks: int, keep_blocks: int, full_blocks: Tensor, scales: Sequence[Scales | None]
+    ) -> tuple[Pages, ...]:
+        """Pages of every layer, with blocks in full precision where some are kept and the layer has codes."""
+        sizes = self.block_size, self.dtype, self.device, self.layout
+        layers: list[Pages] = []
+        for spec, name, given in zip(self.specs, self.kv_formats, scales, strict=True):
+            pages = spec.allocate(num_blocks, *sizes, name, given)
+            if keep_blocks and is_quantized(name):
+                pages = replace(pages, full=FullRows(spec.allocate(keep_blocks, *sizes), full_blocks))
+            layers.append(pages)
+        return tuple(layers)
 
     # sequences
 
@@ -225,6 +266,7 @@ class PagedCache:
                 self.kept.pool.free(full_blocks)
             raise
         if self.kept is not None:
+            self._code_dropped(sequences, kept)
             for sequence, change, held in zip(sequences, kept, fulls, strict=True):
                 gone = change.dropped if change.copied is None else [*change.dropped, change.copied]
                 self.kept.pool.free([sequence.full[i] for i in gone])
@@ -245,7 +287,11 @@ class PagedCache:
         return self._add(_Sequence(list(sequence.table), sequence.length, dict(sequence.full)))
 
     def truncate(self, seq: int, length: int) -> None:
-        """Drop the tokens of a sequence from position `length` on, and free the blocks that held only those."""
+        """Drop the tokens of a sequence from position `length` on, and free the blocks that held only those.
+
+        In int4, a block that is now filled in part goes back to full precision, as its codes read, so that its groups
+        can be filled anew; raises OutOfBlocks, with everything as it was, where there is no room for it.
+        """
         sequence, length = self._sequence(seq), index(length)
         if not 0 <= length <= sequence.length:
             raise ArgumentError(
@@ -253,10 +299,17 @@ class PagedCache:
                 f"them: pass how many to keep"
             )
         kept = self._blocks_for(length)
+        gone = [i for i in sorted(sequence.full) if i >= kept]
+        if self._opens(sequence, length):
+            assert self.kept is not None
+            if not any(self.kept.pool.ref_count(sequence.full[i]) == 1 for i in gone):
+                self.kept.pool.free(self.kept.pool.allocate(1))  # raises where there is none
         self.pool.free(sequence.table[kept:])
         del sequence.table[kept:]
         if self.kept is not None:
-            self.kept.pool.free([sequence.full.pop(i) for i in sorted(sequence.full) if i >= kept])
+            self.kept.pool.free([sequence.full.pop(i) for i in gone])
+        if self._opens(sequence, length):
+            self._open_last(sequence)
         sequence.length = length
         self._tables = None
 
@@ -403,7 +456,9 @@ class PagedCache:
         They are block_bytes for each block, fixed_scale_bytes, and kept_bytes_per_token for each token of keep_blocks.
         """
         full = [pages.full.pages for pages in self.layers if pages.full is not None]
-        tensors = [tensor for pages in (*self.layers, *full) for tensor in (*pages.tensors, *pages.scales)]
+        tensors = [
+            tensor for pages in (*self.layers, *full) for tensor in (*pages.tensors, *pages.static_scales.values())
+        ]
         storages = [tensor.untyped_storage() for tensor in tensors]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # layouts may share one
 
@@ -508,6 +563,42 @@ class PagedCache:
             for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True))
         ]
 
+    def _code_dropped(self, sequences: list[_Sequence], kept: list[Append]) -> None:
+        """Code the blocks that leave full precision, in layers whose codes wait for that."""
+        leaving = {
+            sequence.table[i]: sequence.full[i]
+            for sequence, change in zip(sequences, kept, strict=True)
+            for i in change.dropped
+        }
+        if not leaving:
+            return
+        blocks, full_blocks = (self._tensor(list(ids), torch.int64) for ids in (leaving, leaving.values()))
+        for pages in self.layers:
+            if isinstance(pages, GqaPages) and pages.key_groups:
+                kivi.code_blocks(pages, full_blocks, blocks)
+
+    def _opens(self, sequence: _Sequence, length: int) -> bool:
+        """Whether a sequence cut to `length` ends in coded groups that are no longer whole."""
+        cut, rest = divmod(length, self.block_size)
+        return self._key_groups and rest > 0 and cut not in sequence.full
+
+    def _open_last(self, sequence: _Sequence) -> None:
+        """Give the last block of a sequence one in full precision that holds what its codes say."""
+        assert self.kept is not None
+        block = sequence.table[-1]
+        (full_block,) = self.kept.pool.allocate(1)
+        batch = {
+            "block_table": self._tensor([[block]], torch.int32),
+            "cu_seqlens_q": self._tensor([0, self.block_size], torch.int32),
+        }
+        for pages in self.layers:
+            if pages.full is not None:
+                rows = self._gather(pages, batch, self.block_size)
+                for target, source in zip(pages.full.pages.caches, rows, strict=True):
+                    target[full_block] = source
+        sequence.full[len(sequence.table) - 1] = full_block
+        self._full_blocks[block] = full_block
+
     def _full_after(
         self, sequences: list[_Sequence], kept: list[Append], full_blocks: list[int]
     ) -> list[dict[int, int]]:
@@ -566,17 +657,22 @@ class PagedCache:
     def _gather(self, pages: Pages, batch: dict[str, Any], length: int) -> tuple[Tensor, Tensor]:
         """The rows of one sequence, in the cache's dtype."""
         own = formats.of_dtype(str(self.dtype)).name
-        first, second = (
-            ops.gather_cache(
-                **arguments,
-                block_table=batch["block_table"],
-                cu_seqlens=batch["cu_seqlens_q"],
-                num_tokens=length,
-                out_format="auto" if arguments["kv_format"] == "auto" else own,
-            )
-            for arguments in pages.gather_arguments
-        )
-        return first, second
+        found = []
+        for role, arguments in zip(("key", "value"), pages.gather_arguments, strict=True):
+            name = arguments["kv_format"]
+            if kivi.is_kivi(name):
+                blocks = batch["block_table"][0].long()
+                rows = kivi.read_blocks(arguments["cache"], arguments["scale_cache"], name, role, blocks, own)[:length]
+            else:
+                rows = ops.gather_cache(
+                    **arguments,
+                    block_table=batch["block_table"],
+                    cu_seqlens=batch["cu_seqlens_q"],
+                    num_tokens=length,
+                    out_format="auto" if name == "auto" else own,
+                )
+            found.append(rows)
+        return found[0], found[1]
 
     def _tensor(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -623,4 +719,7 @@ def _bytes_per_token(layers: tuple[Layer, ...], block_size: int, dtype: torch.dt
         raise ArgumentError("layers is empty; a cache has at least one: pass a GqaLayer or MlaLayer for each layer")
     if block_size < 1:
         raise ArgumentError(f"block_size is {block_size}; it must be 1 or more: pass the tokens of one block")
+    for layer, name in zip(layers, names, strict=True):
+        for part in layer.parts(dtype, name):
+            part.check_block_size(block_size)
     return sum(layer.bytes_per_token(dtype, name) for layer, name in zip(layers, names, strict=True))

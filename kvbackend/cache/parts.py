@@ -34,6 +34,11 @@ class Part:
     format: KVFormat
 
     @property
+    def role(self) -> str:
+        """Whether its rows are keys or values: KIVI's groups lie along tokens of keys and along channels of values."""
+        return "value" if self.scale_name == "v_scale" else "key"
+
+    @property
     def storage(self) -> torch.dtype:
         """The dtype of its pages."""
         return split.storage(self.format)
@@ -53,6 +58,14 @@ class Part:
         """Bytes of the scales that the cache has once."""
         return self.format.fixed_scale_bytes(self.heads or 1, self.dim)
 
+    def check_block_size(self, block_size: int) -> None:
+        """Raise ArgumentError where blocks of so many tokens would cut groups of tokens that share scales."""
+        if split.across_tokens(self.format, self.role) and block_size % (self.format.group or 1):
+            raise ArgumentError(
+                f"block_size is {block_size}; keys in {self.format} share scales across {self.format.group} tokens, so "
+                f"a block must be a multiple of that: pass {self.format.group}, or choose a smaller group"
+            )
+
     def static_scale(self, given: Tensor | None) -> Tensor | None:
         """The static scale in float32, as the format has it: a copy of the one given, or ones; None if it has none."""
         fmt, name = self.format, self.scale_name
@@ -63,7 +76,7 @@ class Part:
                     f"or none: leave {name} out"
                 )
             return None
-        shape = (1,) if fmt.global_scale else split.scales_shape(fmt, "key", (self.heads or 1, self.dim))
+        shape = (1,) if fmt.global_scale else split.scales_shape(fmt, self.role, (self.heads or 1, self.dim))
         if given is None:
             if fmt.name not in ONES:
                 raise ArgumentError(
@@ -93,7 +106,7 @@ class Part:
         """Pages of the scales that come with every token, dense in any layout; None if the format has none."""
         if not self.format.quantized or self.format.granularity in split.STATIC:
             return None
-        page = split.scales_shape(self.format, "key", (block_size, self.heads or 1, self.dim))
+        page = split.scales_shape(self.format, self.role, (block_size, self.heads or 1, self.dim))
         page = page if self.heads is not None else (page[0], *page[2:])  # the ops' latent caches have no dim of heads
         return torch.empty(num_blocks, *page, dtype=split.scale_dtype(self.format), device=device)
 
@@ -102,12 +115,6 @@ def format_of(name: str, dtype: torch.dtype) -> KVFormat:
     """The format called `name` in a cache for rows of `dtype`; raises ArgumentError for one that pages cannot have."""
     own = formats.of_dtype(str(dtype))
     fmt = own if name == "auto" else formats.get(name)
-    if fmt.granularity == "kivi":
-        raise ArgumentError(
-            f"kv_format is {name!r}, which shares key scales across {fmt.group} tokens, so a token cannot be written "
-            f"when it comes; PagedCache stores formats with scales per token or none: choose fp4_e2m1, mxfp4 or nvfp4 "
-            f"for 4 bits, or quantize whole groups with quantize_kv"
-        )
     if not fmt.quantized and fmt != own:
         raise ArgumentError(
             f"kv_format is {name!r} but dtype is {dtype}; without codes a cache has the dtype of its rows: pass "

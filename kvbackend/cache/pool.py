@@ -91,6 +91,16 @@ class BlockPool:
         self._peak = max(self._peak, self.num_used)
         return blocks
 
+    def grow(self, num_blocks: int) -> None:
+        """Have so many blocks from now on; ids that are in use stay as they are."""
+        if num_blocks < self.num_blocks:
+            raise ArgumentError(
+                f"num_blocks is {num_blocks}; the pool has {self.num_blocks} and can only grow: pass at least that"
+            )
+        self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)  # handed out after those that are free now
+        self._ref_counts += [0] * (num_blocks - self.num_blocks)
+        self.num_blocks = num_blocks
+
     def share(self, blocks: Iterable[int]) -> None:
         """Add a holder to each of these blocks, all in use; one named twice gets two."""
         blocks = tuple(blocks)

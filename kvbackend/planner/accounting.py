@@ -21,7 +21,7 @@ class Stored:
     row_bytes   codes and scales of one row
     term        how row_bytes comes about, as text
     page_rows   rows of one page, page_bytes its bytes
-    skip        tokens that are kept elsewhere, in full precision
+    unread      rows that are read elsewhere, in full precision
     share       part of the tokens that eviction keeps
     limit       rows kept at most, None if they grow with the text
     fixed_scale_bytes   scales that the cache has once
@@ -32,14 +32,14 @@ class Stored:
     term: str
     page_rows: int
     page_bytes: int
-    skip: int = 0
+    unread: int = 0
     share: Fraction = Fraction(1)
     limit: int | None = None
     fixed_scale_bytes: int = 0
 
     def count(self, tokens: int) -> int:
         """Rows after `tokens` tokens."""
-        rows = max(int(tokens * self.share) - self.skip, 0) // self.rows.tokens_per_row
+        rows = max(int(tokens * self.share), 0) // self.rows.tokens_per_row
         return rows if self.limit is None else min(rows, self.limit)
 
     def bytes_at(self, tokens: int) -> int:
@@ -48,7 +48,7 @@ class Stored:
 
     def pages_at(self, tokens: int) -> int:
         """Pages that one sequence holds at most: a sliding window that starts inside a page holds one more."""
-        if self.limit is not None and self.rows.window is not None and not self.rows.ring and not self.skip:
+        if self.limit is not None and self.rows.window is not None and not self.rows.ring:
             unbounded = max(int(tokens * self.share), 0)
             return min(-(-unbounded // self.page_rows), -(-(self.limit - 1) // self.page_rows) + 1)
         return -(-self.count(tokens) // self.page_rows)
@@ -70,9 +70,7 @@ class Stored:
     @property
     def fixed(self) -> Fraction:
         """Bytes beyond `per_token` x tokens, once every window is full."""
-        if self.limit is not None:
-            return Fraction(self.limit * self.row_bytes)
-        return -Fraction(self.skip, self.rows.tokens_per_row) * self.row_bytes
+        return Fraction((self.limit or 0) * self.row_bytes)
 
     @property
     def _growth(self) -> Fraction:
@@ -99,7 +97,7 @@ class StoredLayer:
         total = 0
         for parts, limit in self.read:
             for part in sorted(parts, key=lambda part: part.row_bytes):
-                rows = part.count(tokens)
+                rows = max(part.count(tokens) - part.unread, 0)
                 if limit is not None:
                     rows = min(rows, limit)
                     limit -= rows
@@ -183,11 +181,7 @@ class Cache:
         """Fixed bytes per sequence with the numbers put in."""
         added = (f"{part.limit} rows x {part.row_bytes}" for part in self._parts() if part.limit is not None)
         states = (f"{layer.layer.state_bytes} (state)" for layer in self.layers if layer.layer.state_bytes)
-        elsewhere = (
-            f"{part.skip} rows x {part.row_bytes}" for part in self._parts() if part.limit is None and part.skip
-        )
         text = " + ".join(_tally([*added, *states])) or "0"
-        text += "".join(f" - {term}" for term in _tally(elsewhere))
         return f"{text} = {number(self.fixed_per_sequence)} B per sequence"
 
     def _signature(self, layer: StoredLayer) -> str:
@@ -207,7 +201,7 @@ class Cache:
         return StoredLayer(index, layer, stored, reads)
 
     def _stored(self, index: int, rows: Rows) -> tuple[Stored, ...]:
-        """The rows in their format, and before them those that are kept in full precision."""
+        """The rows in their format, and those that are kept in full precision besides."""
         scheme = self.scheme
         names = scheme.formats_of(self.model, index, rows)
         rows = self._low_rank(index, rows)
@@ -218,33 +212,24 @@ class Cache:
                 limit = min(filter(None, (limit, scheme.keep)))
             elif scheme.keep is not None:
                 share = scheme.keep
-        if rows.role != "kv" or self.model.compressed:
-            return (self._one(rows, names, 0, share, limit),)
-        # K and V may leave different numbers of tokens in full precision: KIVI's open group is K's alone.
-        kept = scheme.recent + scheme.sinks
-        open_group = formats.get(names[0]).group or 0 if is_kivi(names[0]) else 0
-        if open_group <= kept:
-            return self._in_two(rows, names, kept, share, limit)
-        key, value = (_with_vectors(rows, vector) for vector in rows.vectors)
-        return (
-            *self._in_two(key, names[:1] * 2, open_group, share, limit),
-            *self._in_two(value, names[1:] * 2, kept, share, limit),
-        )
+        kept = 0
+        if rows.role == "kv" and not self.model.compressed and set(names) != {FULL_PRECISION}:
+            kept = self._kept_rows(names)
+            kept = kept if limit is None else min(kept, limit)
+        coded = self._one(rows, names, kept, share, limit)
+        return (self._one(rows, (FULL_PRECISION,) * 2, 0, share, kept), coded) if kept else (coded,)
 
-    def _in_two(
-        self, rows: Rows, names: tuple[str, ...], kept: int, share: Fraction, limit: int | None
-    ) -> tuple[Stored, ...]:
-        if not kept or set(names) == {FULL_PRECISION}:
-            return (self._one(rows, names, 0, share, limit),)
-        if limit is not None and kept >= limit:
-            return (self._one(rows, (FULL_PRECISION,) * 2, 0, share, limit),)
-        rest = None if limit is None else limit - kept
-        return (
-            self._one(rows, (FULL_PRECISION,) * 2, 0, share, kept),
-            self._one(rows, names, kept, share, rest),
-        )
+    def _kept_rows(self, names: tuple[str, ...]) -> int:
+        """Rows of a sequence in full precision, at most: the rule counts in whole blocks, which end where they may.
 
-    def _one(self, rows: Rows, names: tuple[str, ...], skip: int, share: Fraction, limit: int | None) -> Stored:
+        KIVI's keys keep the block whose groups are open, and the one before while it is filled.
+        """
+        size, recent = self.block_size, self.scheme.recent
+        late = size if is_kivi(names[0]) else 0
+        recent = max(recent, 1) if late else recent
+        return -(-self.scheme.sinks // size) * size + (recent + size - 1 if recent else 0) + late
+
+    def _one(self, rows: Rows, names: tuple[str, ...], unread: int, share: Fraction, limit: int | None) -> Stored:
         page_rows = rows.page_rows or self.block_size // rows.tokens_per_row
         if names[0] in formats.record_names():
             record = formats.record(names[0])
@@ -256,18 +241,14 @@ class Cache:
             term = " + ".join(_term(vector, fmt) for vector, fmt in pairs)
             page_bytes = page_rows * row_bytes
             fixed = sum(fmt.fixed_scale_bytes(v.heads, v.dim) for v, fmt in pairs)
-        return Stored(rows, row_bytes, term, page_rows, page_bytes, skip, share, limit, fixed)
+        return Stored(rows, row_bytes, term, page_rows, page_bytes, unread, share, limit, fixed)
 
     def _low_rank(self, index: int, rows: Rows) -> Rows:
         if rows.holds != "heads" or not (self.scheme.rank or self.scheme.ratios):
             return rows
         layers = len(self.model.layers)
         vectors = (Vector(v.name, v.heads, ranks(self.scheme, layers, v.dim)[index]) for v in rows.vectors)
-        return _with_vectors(rows, *vectors)
-
-
-def _with_vectors(rows: Rows, *vectors: Vector) -> Rows:
-    return replace(rows, vectors=vectors)
+        return replace(rows, vectors=tuple(vectors))
 
 
 def _format(vector: Vector, names: tuple[str, ...]) -> formats.KVFormat:

@@ -11,7 +11,10 @@ from kvbackend import codecs, formats
 from kvbackend.cache import GqaLayer, PagedCache
 
 # The ops that no backend has a kernel for where caches hold codes.
-CODES = ("reshape_and_cache", "concat_and_cache_mla", "gather_cache", "paged_attention", "mla_attention")
+CODES = (
+    *("reshape_and_cache", "concat_and_cache_mla", "gather_cache", "paged_attention", "mla_attention"),
+    *("quantize_kv", "dequantize_kv"),
+)
 
 
 def nan_cache(

@@ -177,6 +177,33 @@ def test_kept_blocks_are_counted() -> None:
     assert cache.used_bytes == 10 * cache.bytes_per_token + (4 + 2) * cache.kept_bytes_per_token
 
 
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("int8,recent=40,sinks=6", dict(kv_format="int8", keep_recent=40, keep_sinks=6)),
+        ("mxfp4,recent=32", dict(kv_format="mxfp4", keep_recent=32)),
+        ("int8,sinks=20", dict(kv_format="int8", keep_sinks=20)),
+        ("int4", dict(kv_format="int4")),
+        ("int4,recent=70,sinks=4", dict(kv_format="int4", keep_recent=70, keep_sinks=4)),
+    ],
+)
+def test_kept_bytes_reach_those_of_the_plan_and_never_pass_them(scheme: str, options: dict[str, Any]) -> None:
+    made = plan("smollm2-135m", kv_format=scheme, block_size=32)
+    specs = [GqaLayer(made.model.layers[0].keeps[0].vectors[0].heads, 64)] * len(made.model.layers)
+    met = False
+    for step in (1, 3, 32, 48, 119):
+        cache = PagedCache(specs, 20, 32, torch.bfloat16, keep_blocks=20, **options)
+        seq = cache.new_sequence()
+        for length in range(step, 400, step):
+            cache.append(seq, step)
+            assert cache.kept is not None
+            blocks = cache.blocks_used * cache.block_bytes + cache.kept.pool.num_used * 32 * cache.kept_bytes_per_token
+            assert cache.used_bytes <= made.bytes_at(length)
+            assert blocks <= made.allocated_bytes_at(length)
+            met |= length > 200 and cache.used_bytes == made.bytes_at(length)
+    assert met
+
+
 # -------------------------------------------------------------------------------------------- recent and first tokens
 
 
@@ -261,6 +288,41 @@ def test_too_few_blocks_in_full_precision_change_nothing() -> None:
     assert cache.length(a) == 6
 
 
+# ------------------------------------------------------------------------------------------------------- growing
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])
+@pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8_e4m3", "mxfp8", "nvfp4"])
+def test_growing_keeps_what_sequences_hold(kv_format: str, layout: str) -> None:
+    layers = (GQA,) if layout == "interleaved" else (GQA, MLA)
+    cache = nan_cache(layers, 3, 4, layout=layout, kv_format=kv_format, keep_recent=3, keep_blocks=3)
+    seq = filled(cache, 10)
+    child = cache.fork(seq)
+    before = [cache.read(i, seq) for i in range(len(layers))]
+    fixed = cache.fixed_scale_bytes
+    with pytest.raises(OutOfBlocks):
+        cache.append(seq, 8)
+    cache.grow(6, 6)
+    assert (cache.blocks_total, cache.blocks_free, cache.fixed_scale_bytes) == (6, 3, fixed)
+    assert cache.allocated_bytes == 6 * cache.block_bytes + fixed + 6 * 4 * cache.kept_bytes_per_token
+    for i, rows in enumerate(before):
+        for which in (seq, child):
+            assert all(map(torch.equal, cache.read(i, which), rows))
+    write(cache, cache.append(seq, 8), [*range(10, 18)])
+    for i, rows in enumerate(before):
+        assert all(map(torch.equal, cache.read(i, child), rows))
+        assert len(cache.read(i, seq)[0]) == 18
+
+
+def test_a_cache_cannot_shrink_or_gain_kept_blocks() -> None:
+    cache = nan_cache((GQA,), 3, 4)
+    with pytest.raises(ArgumentError, match="num_blocks is 2; the cache has 3 and can only grow"):
+        cache.grow(2)
+    with pytest.raises(ArgumentError, match="keep_blocks is 1; the cache has 0 and can only grow where keep_recent"):
+        cache.grow(4, 1)
+    assert cache.blocks_total == 3
+
+
 # ------------------------------------------------------------------------------------------------------ bad input
 
 
@@ -272,8 +334,9 @@ def test_too_few_blocks_in_full_precision_change_nothing() -> None:
         (GQA, dict(kv_format="v4_fp8_584"), "a record of 584 bytes"),
         (GqaLayer(1, 48), dict(kv_format="mxfp4"), "head_dim is 48; mxfp4 needs a multiple of its group of 32"),
         (GqaLayer(1, 32, 33), dict(kv_format="fp4_e2m1:tensor"), "head_dim is 33.*packs 2 codes"),
-        (GQA, dict(kv_format="int4"), "'int4', which shares key scales across 32 tokens"),
-        (GQA, dict(kv_format="int8/int4:64"), "'int4:64', which shares key scales across 64 tokens"),
+        (GQA, dict(kv_format="int4"), "block_size is 4; keys in int4 share scales across 32 tokens"),
+        (GqaLayer(2, 48), dict(kv_format="int8/int4"), "head_dim is 48; int4 needs a multiple of its group of 32"),
+        (MLA, dict(kv_format="int4"), "scales keys per channel and values per token; MLA's latent row is both"),
         (GQA, dict(kv_format="bf16"), "kv_format is 'bf16' but dtype is torch.float32"),
         (GQA, dict(kv_format=["int8"] * 2), "kv_format has 2 entries for 1 layers"),
         (GQA, dict(kv_format="int8/mxfp4", layout="interleaved"), "which has one row size and one dtype"),
@@ -303,7 +366,7 @@ def test_refusals(layer: Any, options: dict[str, Any], message: str, monkeypatch
         PagedCache([layer], 8, 4, torch.float32, **options)
 
 
-def test_every_format_is_taken_or_refused_by_name() -> None:
+def test_every_format_is_taken_by_name() -> None:
     for name in formats.names():
         fmt = formats.get(name)
         for choice in fmt.choices or ("",):
@@ -312,8 +375,4 @@ def test_every_format_is_taken_or_refused_by_name() -> None:
             shape = {"tensor": (1,), "channel": (1, 128)}.get(choice, (1,))
             scales = [dict(k_scale=torch.ones(shape), v_scale=torch.ones(shape))] if static else None
             dtype = getattr(torch, fmt.storage) if not fmt.quantized else torch.bfloat16
-            if name == "int4":
-                with pytest.raises(ArgumentError, match="shares key scales"):
-                    PagedCache([GqaLayer(1, 128)], 1, 4, dtype, kv_format=kv_format)
-            else:
-                PagedCache([GqaLayer(1, 128)], 1, 4, dtype, kv_format=kv_format, scales=scales)
+            PagedCache([GqaLayer(1, 128)], 1, 128, dtype, kv_format=kv_format, scales=scales)

@@ -175,7 +175,8 @@ def test_dsa_reads_what_it_selects_and_every_index_key() -> None:
 def test_selected_rows_are_counted_once_where_some_are_in_full_precision() -> None:
     made = plan("deepseek-v3.2", kv_format="native,recent=64")
     assert made.cache.read_bytes_at(1 << 16) == 61 * (2048 * 656 + (1 << 16) * 132)
-    assert made.cache.read_bytes_at(100) == 61 * (64 * 1152 + 36 * 656 + 100 * 132)
+    kept = 64 + made.cache.block_size - 1  # at most
+    assert made.cache.read_bytes_at(kept + 100) == 61 * (kept * 1152 + 100 * 656 + (kept + 100) * 132)
 
 
 def test_a_glm_layer_that_shares_an_indexer_keeps_no_keys() -> None:
@@ -214,26 +215,27 @@ def test_formats_per_layer() -> None:
     assert sizes[31] == 4096
 
 
-def test_a_recent_window_and_sinks_stay_in_bf16() -> None:
-    made = plan("llama-3-8b", kv_format="int8,recent=124,sinks=4")
+def test_a_recent_window_and_sinks_are_in_bf16_besides() -> None:
+    made = plan("llama-3-8b", kv_format="int8,recent=124,sinks=4", block_size=16)
     full, small = 131072, 67584
-    assert made.bytes_at(100) == 100 * full
-    assert made.bytes_at(1000) == 128 * full + 872 * small
+    assert made.bytes_at(100) == 100 * (full + small)
+    assert made.bytes_at(1000) == (124 + 15 + 16) * full + 1000 * small  # whole blocks, wherever they end
+    assert made.allocated_bytes_at(1000) == (9 + 1) * 16 * full + 1008 * small
     assert made.bytes_per_token == small
 
 
-def test_kivi_leaves_one_group_of_keys_in_bf16() -> None:
+def test_kivi_leaves_open_blocks_in_bf16() -> None:
     made = plan("llama-3-8b", kv_format="int4")
-    keys, values = 32 * (32 * 2048 + 968 * 640), 32 * 1000 * 640
-    assert made.bytes_at(1000) == keys + values
+    assert made.cache.block_size == 32
+    assert made.bytes_at(1000) == (32 + 32) * 131072 + 1000 * 40960
     inside = plan("llama-3-8b", kv_format="int4,recent=128")
-    assert inside.bytes_at(1000) == 128 * 131072 + 872 * 40960
+    assert inside.bytes_at(1000) == (128 + 31 + 32) * 131072 + 1000 * 40960
 
 
 def test_eviction_replaces_the_tokens() -> None:
-    kept = plan("llama-3-8b", kv_format="int8,keep=4096,recent=128")
+    kept = plan("llama-3-8b", kv_format="int8,keep=4096,recent=128", block_size=16)
     assert kept.bytes_per_token == 0
-    assert kept.bytes_at(1 << 17) == kept.bytes_at(4096) == 128 * 131072 + 3968 * 67584
+    assert kept.bytes_at(1 << 17) == kept.bytes_at(4096) == (128 + 15) * 131072 + 4096 * 67584
     assert plan("llama-3-8b", kv_format="bf16,keep=25%").bytes_at(8192) == 2048 * 131072
 
 

@@ -123,7 +123,7 @@ def test_text_shows_memory_vllm_and_the_formula(capsys: pytest.CaptureFixture[st
 def test_a_share_of_the_tokens_multiplies_the_whole_row(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, "llama-3-8b", "--kv-format", "int4,keep=25%,recent=64")
     assert found["formula"] == "32 full layers x ((8 x (64 + 16) + 8 x (64 + 16)) x 0.25) = 10240 B per token"
-    assert found["fixed_formula"] == "32 x 64 rows x 4096 - 32 x 64 rows x 1280 = 5767168 B per sequence"
+    assert found["fixed_formula"] == "32 x 127 rows x 4096 = 16646144 B per sequence"
 
 
 def test_the_walk(capsys: pytest.CaptureFixture[str]) -> None:
