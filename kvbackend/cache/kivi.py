@@ -32,7 +32,7 @@ def write(pages: GqaPages, slot_mapping: Tensor, key: Tensor, value: Tensor) -> 
     A group of keys is written where the call has all of it, in order; those in blocks kept in full precision are left
     out. On the CPU, keys that are in neither raise ArgumentError before any write.
     """
-    key_format, value_format = formats.pair(pages.kv_format)
+    key_format, _ = formats.pair(pages.kv_format)
     group = formats.get(key_format).group
     assert group is not None
     assert pages.full is not None
@@ -42,7 +42,8 @@ def write(pages: GqaPages, slot_mapping: Tensor, key: Tensor, value: Tensor) -> 
     begins, first = _whole_groups(slots, in_full, group)
     if slots.device.type == "cpu":
         _need_all_written(slots, in_full, begins, group)
-    _write_values(pages, slots, value, value_format)
+    for target, rows in pages.coded(1, value):
+        _math.write_rows(target, slots, rows)
     if not len(first):
         return
     in_call = first < len(slots)
@@ -94,14 +95,3 @@ def _need_all_written(slots: Tensor, in_full: Tensor, begins: Tensor, group: int
             f"write holds {int(lost.sum())} keys of groups of {group} tokens that it does not hold whole, and they are "
             f"outside the recent window; int4 codes whole groups: write all rows of an append in one call"
         )
-
-
-def _write_values(pages: GqaPages, slots: Tensor, value: Tensor, value_format: str) -> None:
-    if value_format == "auto" or not formats.get(value_format).quantized:
-        _math.write_rows(pages.value_cache, slots, value)
-        return
-    given = {"global_scale" if formats.get(value_format).global_scale else "scale": pages.v_scale}
-    codes, scales = ops.quantize_kv(value, value_format, **given, role="value")
-    _math.write_rows(pages.value_cache, slots, codes)
-    if pages.v_scale_cache is not None:
-        _math.write_rows(pages.v_scale_cache, slots, scales)

@@ -230,6 +230,11 @@ class GqaPages:
         }
 
     @property
+    def key_arguments(self) -> dict[str, Any]:
+        """The same for accumulate_scores, which asks for keys only."""
+        return {name: value for name, value in self.arguments.items() if not name.startswith("v")}
+
+    @property
     def gather_arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The same for gather_cache, of keys and of values."""
         key, value = formats.pair(self.kv_format)
@@ -247,6 +252,17 @@ class GqaPages:
     def static_scales(self) -> dict[str, Tensor]:
         """The static scales there are, by the names of the ops' arguments."""
         return _named(k_scale=self.k_scale, v_scale=self.v_scale)
+
+    def coded(self, side: int, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pages, each with what rows [T, kv_heads, dim] of keys (side 0) or values (1) are in them: codes, scales."""
+        name = formats.pair(self.kv_format)[side]
+        cache, scale = self.caches[side], (self.k_scale, self.v_scale)[side]
+        scale_cache = (self.k_scale_cache, self.v_scale_cache)[side]
+        if not is_quantized(name):
+            return [(cache, rows)]
+        given = {"global_scale" if formats.get(name).global_scale else "scale": scale}
+        codes, scales = ops.quantize_kv(rows, name, **given, role=("key", "value")[side])
+        return [(cache, codes)] if scale_cache is None else [(cache, codes), (scale_cache, scales)]
 
     @property
     def key_groups(self) -> bool:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import formats, ops
 from ..cache import GqaLayer, MlaLayer, PagedCache
+from ..cache.kivi import is_kivi
 from ..errors import ArgumentError
+from ..ops._math import as_bytes
 from .eviction import Policy, StreamingLLM
 
 
@@ -70,11 +72,12 @@ class EvictingCache:
         for layer in range(kept.num_layers):
             batch = kept.batch(layer, [seq], [5])
             kept.pages(layer).write(slots[layer], key, value)
-            out, _ = ops.paged_attention(q, *kept.pages(layer).caches, **batch, softmax_scale=scale)
+            out, _ = ops.paged_attention(q, **kept.pages(layer).arguments, **batch, softmax_scale=scale)
             kept.observe(layer, [seq], [5], q, scale)
         kept.evict([seq])                                   # blocks go back to cache.pool
 
-    cache           empty of sequences of its own making; write and free through this object only
+    cache           empty of sequences of its own making; write and free through this object only. In any format but
+                    "int4", whose keys share scales across tokens, and without keep_recent and keep_sinks
     policy          who is kept, and when: see `kvbackend.compress`
     num_layers      layers of the model. None: those of the cache, over one block table: all layers keep equally many
                     tokens. Where the cache has one layer and the model more of the same kind, each model layer gets a
@@ -118,6 +121,7 @@ class EvictingCache:
             if count < 0:
                 raise ArgumentError(f"{name} is {count}; it must be 0 or more: pass a count of rows")
         self._by_layer = self.num_layers != held
+        self._check_cache()
         self._check_policy()
         shape, device = (cache.pool.num_blocks, cache.block_size), cache.device
         heads = [spec.kv_heads if isinstance(spec, GqaLayer) else 1 for spec in cache.specs]
@@ -136,6 +140,20 @@ class EvictingCache:
         self._bias = [torch.zeros(*shape, count, device=device) if summary_slots else None for count in heads]
         self._sequences: dict[int, _State] = {}
         self._next_id = 0
+
+    def _check_cache(self) -> None:
+        for name in self.cache.kv_formats:
+            if is_kivi(formats.pair(name)[0]):
+                raise ArgumentError(
+                    f"cache has kv_format {name!r}, whose keys share scales across tokens; rows that stay would have to "
+                    f"leave their group: choose a format with scales per token, such as fp4_e2m1 or int8"
+                )
+        if self.cache.kept is not None:
+            raise ArgumentError(
+                "cache keeps recent or first tokens in full precision beside their codes; eviction moves rows between "
+                "blocks, and these would stay behind: leave keep_recent and keep_sinks out, and give the policy a "
+                "recent window or sinks"
+            )
 
     def _check_policy(self) -> None:
         policy, cache = self.policy, self.cache
@@ -269,7 +287,7 @@ class EvictingCache:
             batch = self.batch(layer, seqs, q_lens)
             longest = max((self.rows(seq, layer) for seq in seqs), default=0)
             mass = torch.zeros(len(states), pages.key_cache.shape[2], longest, device=q.device)
-            ops.accumulate_scores(q, pages.key_cache, **batch, scores=mass, **options)
+            ops.accumulate_scores(q, **pages.key_arguments, **batch, scores=mass, **options)
             for index, (seq, state) in enumerate(zip(seqs, states, strict=True)):
                 observed, rows = state.layers[layer], self.rows(seq, layer)
                 total = mass[index, :, :rows].clone()
@@ -390,7 +408,8 @@ class EvictingCache:
                 if self.summary_slots:
                     batch |= {"key_bias": self._bias[self._pages_of(layer)]}
                 scores = torch.zeros(1, pages.key_cache.shape[2], cut.rows, device=self.cache.device)
-                ops.accumulate_scores(observed.queries, pages.key_cache, **batch, scores=scores, **observed.options)
+                arguments = {**pages.key_arguments, **batch, **observed.options}
+                ops.accumulate_scores(observed.queries, **arguments, scores=scores)
                 scores = scores[0]
         if not bool(scores.isfinite().all()):
             kind = "NaN" if bool(scores.isnan().any()) else "infinity"
@@ -485,8 +504,9 @@ class EvictingCache:
             return
         block, offset = slots.mT // self.cache.block_size, slots.mT % self.cache.block_size  # [slots, Hk]
         head = torch.arange(slots.shape[0], device=slots.device)
-        for tensor, rows in zip(self.cache.layers[pages].caches, (summary.keys, summary.values), strict=True):
-            tensor[block, offset, head] = rows
+        for side, rows in enumerate((summary.keys, summary.values)):
+            for tensor, coded in self.pages(layer).coded(side, rows):
+                as_bytes(tensor)[block, offset, head] = as_bytes(coded)
         bias[block, offset, head] = summary.bias
 
     # --------------------------------------------------------------------------------------------------- figures
@@ -571,7 +591,7 @@ class EvictingCache:
     def _paged(self, pages: int) -> list[Tensor]:
         """Everything that has a row for each token of a layer."""
         bias = self._bias[pages]
-        return [*self.cache.layers[pages].caches, self._positions[pages], *([] if bias is None else [bias])]
+        return [*self.cache.layers[pages].tensors, self._positions[pages], *([] if bias is None else [bias])]
 
     def _companions(self) -> list[Tensor]:
         """The paged tensors that are not the cache's own, each once."""

@@ -69,7 +69,7 @@ class Text:
 
     def attend(self, layer: int, q: Tensor, **other: Any) -> Tensor:
         batch = self.kept.batch(layer, [self.seq], [len(q)])
-        out, _ = ops.paged_attention(q, *self.kept.pages(layer).caches, **batch, softmax_scale=SCALE, **other)
+        out, _ = ops.paged_attention(q, **self.kept.pages(layer).arguments, **batch, softmax_scale=SCALE, **other)
         return out
 
     def positions(self, layer: int = 0) -> list[list[int]]:
