@@ -145,8 +145,8 @@ class EvictingCache:
         for name in self.cache.kv_formats:
             if is_kivi(formats.pair(name)[0]):
                 raise ArgumentError(
-                    f"cache has kv_format {name!r}, whose keys share scales across tokens; rows that stay would have to "
-                    f"leave their group: choose a format with scales per token, such as fp4_e2m1 or int8"
+                    f"cache has kv_format {name!r}, whose keys share scales across tokens; rows that stay would leave "
+                    f"their group: choose a format with scales per token, such as fp4_e2m1 or int8"
                 )
         if self.cache.kept is not None:
             raise ArgumentError(
