@@ -24,7 +24,10 @@ FEW = 3
 
 
 # Ops whose reference is all there is yet: chosen explicitly, since automatic choice warns.
-WITHOUT_KERNEL = {"accumulate_scores", "dequantize_kv", "quantize_kv"}
+WITHOUT_KERNEL = {
+    "accumulate_scores", "candidate_blocks", "dequantize_kv", "indexer_logits", "lightning_indexer", "quantize_kv",
+    "sparse_mla_attention", "topk_indices",
+}  # fmt: skip
 # Samples that the CPU kernel may refuse.
 ALLOWED_REFUSALS: dict[str, set[str]] = {}
 

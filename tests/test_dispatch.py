@@ -285,7 +285,9 @@ def test_many_signatures_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_op_has_a_group_and_a_summary() -> None:
-    groups = {"paged cache", "dense attention", "low rank", "rotary", "formats", "evicting"}
+    groups = {
+        "paged cache", "dense attention", "sparse attention", "selecting", "low rank", "rotary", "formats", "evicting",
+    }  # fmt: skip
     for op in registry.values():
         assert op.group in groups
         assert 10 < len(op.summary) < 160

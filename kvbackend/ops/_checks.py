@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import need
+from ..arrays import need, one_of
 from ..facts import View, fact
+
+ORDERS = ("score", "position")  # of what a selection returns
 
 
 def same_dtype(name: str, tensor: Any, **others: Any) -> None:
@@ -46,6 +48,11 @@ def softcap(value: float) -> None:
         value == 0 or 1e-30 <= value < float("inf"),
         f"softcap is {value}; it must be 0 (none), or positive and finite, from 1e-30: pass 0.0 for no softcap",
     )
+
+
+def selection(k: Any, order: str) -> None:
+    need(k >= 1, f"k is {k}; it must be at least 1: pass how many to select")
+    need(order in ORDERS, f"order is {order!r}; it must be {one_of(ORDERS)}: choose one")
 
 
 def even_rotary(width: Any, owner: str) -> None:
@@ -145,8 +152,15 @@ def batch(
     block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_tokens: int, cache: Tensor
 ) -> None:
     """The values that describe a varlen batch over a paged cache."""
-    block_size = cache.shape[1]
-    capacity = block_table.shape[1] * block_size
+    paged_batch(block_table, seq_lens, cu_seqlens_q, max_seqlen_q, num_tokens, cache.shape[0], cache.shape[1])
+
+
+def paged_batch(
+    block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_tokens: int, num_blocks: int,
+    block_size: int, compress_ratio: int = 1,
+) -> None:  # fmt: skip
+    """As `batch`, where a page's rows are not a dim and each stands for `compress_ratio` tokens."""
+    capacity = (block_table.shape[1] * block_size + 1) * compress_ratio - 1
     within("seq_lens", seq_lens, 0, capacity + 1, "length", f"block_table covers {capacity} tokens")
     running_sum("cu_seqlens_q", cu_seqlens_q, num_tokens)
     lengths = cu_seqlens_q.diff()
@@ -160,12 +174,11 @@ def batch(
         f"max_seqlen_q is {max_seqlen_q}; the longest query of cu_seqlens_q has {max(lengths.tolist(), default=0)} "
         f"tokens: pass at least that",
     )
-    blocks_in_use("block_table", block_table, seq_lens, cache)
+    blocks_in_use("block_table", block_table, seq_lens // compress_ratio, num_blocks, block_size)
 
 
-def blocks_in_use(name: str, block_table: Tensor, seq_lens: Tensor, cache: Tensor) -> None:
+def blocks_in_use(name: str, block_table: Tensor, seq_lens: Tensor, num_blocks: int, block_size: int) -> None:
     """Table entries that a sequence reaches are -1 or a block of the cache."""
-    num_blocks, block_size = cache.shape[:2]
     starts = torch.arange(block_table.shape[1], device=block_table.device) * block_size
     used = torch.where(starts[None] < seq_lens[:, None], block_table, -1)
     within(name, used, -1, num_blocks, "block", "-1 is no block")

@@ -94,6 +94,17 @@ def sequences(cu_seqlens_q: Tensor, seq_lens: Tensor, max_seqlen_q: int, num_tok
         yield Sequence(index, (start + offsets).clamp(0, num_tokens - 1), positions, length)
 
 
+def query_positions(
+    cu_seqlens_q: Tensor, seq_lens: Tensor, max_seqlen_q: int, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Of each row of q: its sequence [T] int64, and its index within it [T] int64, negative where there is no query."""
+    token, starts = torch.arange(num_tokens, device=seq_lens.device), cu_seqlens_q.long()
+    sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, seq_lens.shape[0] - 1)
+    offset = token - starts[sequence]
+    position = seq_lens.long()[sequence] - (starts[sequence + 1] - token)
+    return sequence, torch.where((token < starts[-1]) & (offset < max_seqlen_q), position, -1)
+
+
 def unpad(padded: list[Tensor], cu_seqlens_q: Tensor, num_tokens: int, empty: float) -> Tensor:
     """[B] of [max_seqlen_q, ...] back to [T, ...]; rows of no sequence become `empty`."""
     rows = torch.stack(padded)  # [B, max_seqlen_q, ...]

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import formats
 from ..layouts import allocate_kv
+from . import _pages
 
 NO_BLOCK = 1 << 20  # fills table entries beyond a sequence: whoever reads one fails
 
@@ -139,6 +141,49 @@ class MlaPool(Pages):
         """Latents and rotary keys of some tokens."""
         return self.randn(num_tokens, self.kv_lora_rank), self.randn(num_tokens, self.qk_rope_head_dim)
 
+
+@dataclass
+class IndexPool(Pages):
+    """Sizes of a paged cache of index keys, and of the queries that score them."""
+
+    num_blocks: int = 24
+    heads: int = 3
+    dim: int = 16
+    kv_format: str = "auto"
+
+    @classmethod
+    def variants(cls, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, IndexPool]]:
+        """The pools that every op over index keys must take."""
+        yield "block 1", cls(device, dtype, num_blocks=97, block_size=1)
+        yield "block 16", cls(device, dtype, block_size=16)
+        yield "block 61", cls(device, dtype, num_blocks=3, block_size=61)
+        yield "one head, odd dim", cls(device, dtype, heads=1, dim=7)
+        yield "many heads", cls(device, dtype, heads=40, dim=40)
+        for name in INDEX_RECORDS:
+            yield name, cls(device, dtype, num_blocks=4, block_size=16, heads=32, dim=128, kv_format=name)
+        yield "production", cls(device, dtype, num_blocks=8, block_size=64, heads=64, dim=128)
+
+    def call(self, q_lens: list[int], seq_lens: list[int], compress_ratio: int = 1, **other: Any) -> dict[str, Any]:
+        """Queries, weights, and keys that are NaN wherever none was written."""
+        entries = [length // compress_ratio for length in seq_lens]
+        batch, tables = self.batch(q_lens, entries)
+        if self.kv_format == "auto":
+            shape: tuple[int, ...] = (self.num_blocks, self.block_size, self.dim)
+            key_cache = torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
+        else:
+            shape = (self.num_blocks, formats.record(self.kv_format).page_bytes(self.block_size))
+            key_cache = torch.full(shape, 255, dtype=torch.uint8, device=self.device)
+        for table, length in zip(tables, entries, strict=True):
+            slots = [table[i // self.block_size] * self.block_size + i % self.block_size for i in range(length)]
+            _pages.write(key_cache, self.kv_format, self.ints(slots), self.randn(length, self.dim), self.block_size)
+        num_tokens = sum(q_lens)
+        call = dict(q=self.randn(num_tokens, self.heads, self.dim), weights=self.randn(num_tokens, self.heads))
+        batch["seq_lens"] = self.ints(seq_lens)
+        known = {} if self.kv_format == "auto" else dict(kv_format=self.kv_format, block_size=self.block_size)
+        return {**call, "key_cache": key_cache, **batch, "compress_ratio": compress_ratio, **known, **other}
+
+
+INDEX_RECORDS = [name for name in formats.record_names() if formats.record(name).holds == "index_key"]
 
 # (name, lengths of the queries, lengths of the sequences)
 BATCHES: list[tuple[str, list[int], list[int]]] = [
