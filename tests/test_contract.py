@@ -25,9 +25,18 @@ FEW = 3
 
 # Ops whose reference is all there is yet: chosen explicitly, since automatic choice warns.
 WITHOUT_KERNEL = {
-    "accumulate_scores", "candidate_blocks", "dequantize_kv", "indexer_logits", "lightning_indexer", "quantize_kv",
-    "sparse_mla_attention", "topk_indices",
-}  # fmt: skip
+    "accumulate_scores",
+    "candidate_blocks",
+    "compress_kv",
+    "dequantize_kv",
+    "indexer_logits",
+    "lightning_indexer",
+    "quantize_kv",
+    "shared_kv_attention",
+    "sparse_mla_attention",
+    "store_rows",
+    "topk_indices",
+}
 # Samples that the CPU kernel may refuse.
 ALLOWED_REFUSALS: dict[str, set[str]] = {}
 

@@ -286,7 +286,8 @@ def test_many_signatures_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch)
 
 def test_every_op_has_a_group_and_a_summary() -> None:
     groups = {
-        "paged cache", "dense attention", "sparse attention", "selecting", "low rank", "rotary", "formats", "evicting",
+        "paged cache", "dense attention", "sparse attention", "selecting", "compressing", "low rank", "rotary",
+        "formats", "evicting",
     }  # fmt: skip
     for op in registry.values():
         assert op.group in groups

@@ -162,6 +162,12 @@ def paged_batch(
     """As `batch`, where a page's rows are not a dim and each stands for `compress_ratio` tokens."""
     capacity = (block_table.shape[1] * block_size + 1) * compress_ratio - 1
     within("seq_lens", seq_lens, 0, capacity + 1, "length", f"block_table covers {capacity} tokens")
+    queries(seq_lens, cu_seqlens_q, num_tokens, max_seqlen_q)
+    blocks_in_use("block_table", block_table, seq_lens // compress_ratio, num_blocks, block_size)
+
+
+def queries(seq_lens: Tensor, cu_seqlens_q: Tensor, num_tokens: int, max_seqlen_q: int | None = None) -> None:
+    """Queries are the last tokens of their sequences."""
     running_sum("cu_seqlens_q", cu_seqlens_q, num_tokens)
     lengths = cu_seqlens_q.diff()
     need(  # a length of 0 is how graph padding marks a sequence that is not there
@@ -170,11 +176,10 @@ def paged_batch(
         f"counts in the cache; seq_lens counts the current tokens too: add them",
     )
     need(
-        lengths.numel() == 0 or int(lengths.max()) <= max_seqlen_q,
+        max_seqlen_q is None or lengths.numel() == 0 or int(lengths.max()) <= max_seqlen_q,
         f"max_seqlen_q is {max_seqlen_q}; the longest query of cu_seqlens_q has {max(lengths.tolist(), default=0)} "
         f"tokens: pass at least that",
     )
-    blocks_in_use("block_table", block_table, seq_lens // compress_ratio, num_blocks, block_size)
 
 
 def blocks_in_use(name: str, block_table: Tensor, seq_lens: Tensor, num_blocks: int, block_size: int) -> None:
