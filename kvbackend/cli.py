@@ -6,6 +6,8 @@ A command is a module with `add_arguments(parser)` and `main(args) -> int`; only
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -53,6 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try to write the rest
+        print(f"kvbackend {args.command}: the output cannot be written ({error.strerror}): make room", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -94,3 +94,13 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     for command in COMMANDS:
         assert run(command, "--help") == 0
         assert f"kvbackend {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["ops"], ["ops", "--json"]])
+def test_a_full_disk_is_said(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvbackend", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "kvbackend ops: the output cannot be written (No space left on device): make room\n"

@@ -100,6 +100,7 @@ class PagedCache:
         keep_sinks: int = 0,
         keep_blocks: int | None = None,
     ) -> None:
+        num_blocks, block_size = _whole("num_blocks", num_blocks), _whole("block_size", block_size)
         self.specs = tuple(layers)
         self.kv_formats = _formats_of(kv_format, len(self.specs))
         self.bytes_per_token = _bytes_per_token(self.specs, block_size, dtype, self.kv_formats)
@@ -110,7 +111,7 @@ class PagedCache:
             )
         self.block_size = block_size
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = _usable(device)
         self.layout = layout
         self.pool = BlockPool(num_blocks)
         self.kept: Kept | None = None
@@ -676,6 +677,21 @@ class PagedCache:
 
     def _tensor(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def _whole(name: str, count: int) -> int:
+    try:
+        return index(count)
+    except TypeError:
+        raise ArgumentError(f"{name} is {count!r}; it must be a whole number: pass an int") from None
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    try:
+        return torch.zeros(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch's ways of saying that there is no such device
+        reason = str(error).splitlines()[0]
+        raise ArgumentError(f"device is {str(device)!r}; torch cannot use it here ({reason}): pass cpu") from error
 
 
 def _formats_of(kv_format: KVFormats, num_layers: int) -> tuple[str, ...]:
