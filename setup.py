@@ -39,11 +39,12 @@ class NotBuiltError(Exception):
 
 def cpu_library(build: Path, target: Path) -> None:
     """Compile csrc/cpu into one library."""
-    schemas = op_schemas()
-    ops = sorted(path for path in (SOURCES / "cpu").glob("*.cpp") if path.stem in schemas)
-    stamp = "\\n".join(schemas[path.stem].replace('"', '\\"') for path in ops)
+    stamps, formats_table = from_python()
+    ops = sorted(path for path in (SOURCES / "cpu").glob("*.cpp") if path.stem in stamps)
+    stamp = "\\n".join(stamps[path.stem].replace('"', '\\"') for path in ops)
     build.mkdir(parents=True, exist_ok=True)
     write_if_changed(build / "stamp.h", f'#define KVBACKEND_STAMP "{stamp}"\n')
+    write_if_changed(build / "formats.inc", formats_table)
     includes = [f"-I{path}" for path in (build, *torch_includes())]
     common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if X86 else [])]
     jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain"])]
@@ -95,14 +96,15 @@ def run(command: list[str]) -> None:
         print(done.stderr, file=sys.stderr)
 
 
-def op_schemas() -> dict[str, str]:
-    """The schemas that the Python side declares: what the kernels are built for."""
+def from_python() -> tuple[dict[str, str], str]:
+    """What the kernels are built for: what each op declares, and the table of formats."""
     sys.path.insert(0, str(ROOT))
     try:
+        from kvbackend import codegen
         from kvbackend.ops import registry
     finally:
         sys.path.remove(str(ROOT))
-    return {name: op.schema for name, op in registry.items()}
+    return {name: codegen.stamp(op) for name, op in registry.items()}, codegen.formats_table()
 
 
 def torch_includes() -> list[str]:

@@ -2,7 +2,8 @@
 
 A library implements ops of the namespace `kvbackend_native`, whose schemas `spec.py` declares. Kernels registered
 through libtorch's stable ABI are boxed, and torch compares the number of their arguments only, so each library
-carries the schemas that it was built for (`kvbackend_stamp`) and an op whose schema has changed since is refused.
+carries the schemas and formats that it was built for (`kvbackend_stamp`) and an op whose own have changed since is
+refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import codegen
 from .doctor import explain_import_error, primary_cause
 from .spec import NATIVE_NAMESPACE
 
@@ -32,7 +34,7 @@ MIN_TORCH = (2, 10)  # TORCH_TARGET_VERSION of the libraries (setup.py)
 class DeviceLibrary:
     """One loaded library, or why it is not there."""
 
-    schemas: dict[str, str] = field(default_factory=dict)  # op -> the schema its kernel was built for
+    schemas: dict[str, str] = field(default_factory=dict)  # op -> the schema (and formats) its kernel was built for
     isa: str = ""  # the instruction set that its kernels use
     reason: str | None = None
 
@@ -85,7 +87,7 @@ def missing(op: Op, device: str) -> Iterator[str]:
         return
     if op.name not in loaded.schemas:
         yield f"the {device} library was built without {op.name}: run `pip install --no-build-isolation -e .` again"
-    elif loaded.schemas[op.name] != op.schema:
+    elif loaded.schemas[op.name] != codegen.stamp(op):
         yield (
             f"the {device} library was built for another version of {op.name}: rebuild it with "
             f"`pip install --no-build-isolation -e .`"

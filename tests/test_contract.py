@@ -28,7 +28,6 @@ WITHOUT_KERNEL = {
     "accumulate_scores",
     "candidate_blocks",
     "compress_kv",
-    "dequantize_kv",
     "indexer_logits",
     "lightning_indexer",
     "quantize_kv",

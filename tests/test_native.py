@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbackend import native
+from kvbackend import codegen, native
 from kvbackend.ops import registry, reshape_and_cache
 
 SOURCES = Path(__file__).parents[1] / "csrc" / "cpu"
@@ -31,6 +31,15 @@ def test_a_library_built_for_another_schema_is_refused(monkeypatch: pytest.Monke
     assert "another version" in next(native.missing(reshape_and_cache, "cpu"))
     monkeypatch.setattr(native, "library", lambda device: native.DeviceLibrary({}))
     assert "built without reshape_and_cache" in next(native.missing(reshape_and_cache, "cpu"))
+
+
+def test_a_library_built_for_other_formats_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels have a copy of the table of formats; ops that take no kv_format do not ask."""
+    codegen._digest.cache_clear()
+    monkeypatch.setattr(codegen, "formats_table", lambda: "another")
+    assert "another version" in next(native.missing(reshape_and_cache, "cpu"))
+    assert not list(native.missing(registry["copy_blocks"], "cpu"))
+    codegen._digest.cache_clear()
 
 
 @pytest.fixture

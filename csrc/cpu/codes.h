@@ -219,6 +219,14 @@ inline Vec load(const e4m3* from) {
 // The upper half of a float16.
 inline Vec load(const e5m2* from) { return from_halves(load_half_bytes(from) << 8); }
 
+// 2^(bits - 127), where 0 stands for a subnormal and 255 for NaN.
+inline Vec e8m0_values(BitVec bits) {
+  const BitVec normal = bits << 23, subnormal = BitVec{} + (1 << 22), nan = BitVec{} + 0x7fc00000;
+  return (Vec)(bits == 0 ? subnormal : bits == 255 ? nan : normal);
+}
+
+inline Vec load(const e8m0* from) { return e8m0_values(load_bytes(from)); }
+
 // The values of the low nibbles of integers.
 inline Vec e2m1_values(BitVec code) {
 #if defined(__AVX512F__)

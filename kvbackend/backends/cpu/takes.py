@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import formats
 
@@ -23,3 +24,10 @@ def plain_formats(kv_format: str) -> Iterator[str]:
     """The kernel reads and writes numbers, not codes."""
     if any(side != "auto" and formats.get(side).quantized for side in formats.pair(kv_format)):
         yield f"kv_format is {kv_format!r}; the CPU kernel takes caches without codes: auto, fp32, bf16 or fp16"
+
+
+def scale_bytes(scales: Tensor | None) -> Tensor | None:
+    """Scales as the kernels take them: powers of two (float8_e8m0fnu) as bytes, since libtorch's stable ABI, in which
+    kernels are written, has no name for that dtype.
+    """
+    return scales.view(torch.uint8) if scales is not None and scales.dtype is torch.float8_e8m0fnu else scales

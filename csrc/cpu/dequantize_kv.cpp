@@ -1,0 +1,83 @@
+// Codes and scales back to numbers.
+#include "decode.h"
+
+namespace kvbackend::KVBACKEND_ISA {
+
+// Parallel over tokens. The scales of a row are floats in L1; those that the next row shares are kept.
+template <class Code, class Out>
+void dequantize_rows(const Tensor& codes, const KVFormat& format, bool keys, const Tensor& scales, float global,
+                     Out* out) {
+  const int64_t num_tokens = codes.size(0), stored = codes.size(2), dim = stored * kPerByte<Code>;
+  const int64_t token_stride = codes.stride(0), head_stride = codes.stride(1), code_stride = codes.stride(2);
+  const Code* data = static_cast<const Code*>(codes.const_data_ptr());
+  Scales found(format, keys, scales, 1, dim);
+  int64_t heads = codes.size(1), row = dim;
+  if (code_stride == 1 && head_stride == stored && found.merge_heads(heads)) {
+    row = heads * dim;
+    heads = 1;
+  }
+  const int64_t row_codes = row / kPerByte<Code>;
+  torch::stable::parallel_for(0, num_tokens, grain(heads * row * 4), [&](int64_t begin, int64_t end) {
+    std::vector<float> values(found.count()), lows(kHasMinimum<Code> ? found.count() : 0);
+    std::vector<Code> dense(code_stride == 1 ? 0 : row_codes);
+    int64_t read = -1;
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t head = 0; head < heads; ++head) {
+        const int64_t offset = found.offset(0, token, head);
+        if (offset != read) found.read(offset, values.data(), lows.data());
+        read = offset;
+        const Code* from = data + token * token_stride + head * head_stride;
+        if (code_stride != 1) {
+          for (int64_t i = 0; i < row_codes; ++i) dense[i] = from[i * code_stride];
+          from = dense.data();
+        }
+        decode_row(from, found.span(), found.count(), values.data(), lows.data(), global,
+                   out + (token * heads + head) * row);
+      }
+    }
+  });
+}
+
+// Formats without scales: numbers to numbers.
+template <class T, class Out>
+void convert_rows(const Tensor& rows, Out* out) {
+  const int64_t num_tokens = rows.size(0), heads = rows.size(1), dim = rows.size(2);
+  const T* data = static_cast<const T*>(rows.const_data_ptr());
+  torch::stable::parallel_for(0, num_tokens, grain(heads * dim * 4), [&](int64_t begin, int64_t end) {
+    std::vector<float> row(dim);
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t head = 0; head < heads; ++head) {
+        load_row(data + token * rows.stride(0) + head * rows.stride(1), rows.stride(2), dim, row.data());
+        store_row(row.data(), dim, out + (token * heads + head) * dim, 1);
+      }
+    }
+  });
+}
+
+Tensor dequantize_kv(const Tensor& codes, const Tensor& scales, const std::string& kv_format,
+                     const std::optional<Tensor>& global_scale, const std::string& role, const std::string& out_dtype) {
+  const KVFormat& format = format_named(kv_format);
+  const bool keys = role == "key";
+  expect_rank(codes, "codes", 3);
+  expect_dtype(codes, "codes", format.storage);
+  const int64_t num_tokens = codes.size(0), heads = codes.size(1), dim = codes.size(2) * format.per_byte();
+  expect_scales(scales, "scales", format, scales_shape(format, keys, num_tokens, heads, dim));
+  const float global = global_scale_of(format, global_scale, "global_scale");
+  const ScalarType dtype = out_dtype == "fp32"   ? ScalarType::Float
+                           : out_dtype == "bf16" ? ScalarType::BFloat16
+                                                 : ScalarType::Half;
+  Tensor out = torch::stable::new_empty(codes, {num_tokens, heads, dim}, dtype);
+  with_dtype(out, "out", [&](auto number) {
+    using Out = decltype(number);
+    Out* data = static_cast<Out*>(out.mutable_data_ptr());
+    if (!format.quantized()) {
+      return with_dtype(codes, "codes", [&](auto code) { convert_rows<decltype(code)>(codes, data); });
+    }
+    with_codes(format, [&](auto code) { dequantize_rows<decltype(code)>(codes, format, keys, scales, global, data); });
+  });
+  return out;
+}
+
+}  // namespace kvbackend::KVBACKEND_ISA
+
+KVBACKEND_REGISTER(dequantize_kv)
