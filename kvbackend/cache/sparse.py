@@ -119,7 +119,8 @@ class SparseAttention:
 
     cache         a cache of GqaLayers, without keep_recent and keep_sinks
     sparsity      what is chosen
-    dense_below   contexts of fewer tokens are attended to in full, as are those that a choice would cover whole
+    dense_below   contexts of fewer tokens are attended to in full, as are those that a choice would cover whole;
+                  "auto": those for which dense attention is the faster one here, as far as `cache.crossover` knows
     timed         add up seconds per stage in `seconds`, which waits for the device
 
     Each kv head chooses for itself, by the largest logit of its query heads. Choices are positions in the text, so they
@@ -127,11 +128,14 @@ class SparseAttention:
     Not thread-safe.
     """
 
-    def __init__(self, cache: PagedCache, sparsity: Sparsity, dense_below: int = 0, timed: bool = False) -> None:
+    def __init__(self, cache: PagedCache, sparsity: Sparsity, dense_below: int | str = 0, timed: bool = False) -> None:
         self.cache, self.sparsity, self.dense_below, self.timed = cache, sparsity, dense_below, timed
+        if isinstance(dense_below, str) and dense_below != "auto":
+            raise ArgumentError(f"dense_below is {dense_below!r}; it must be a count of tokens or 'auto': pass one")
         self.topk = tuple(sparsity.of_layer(layer, len(cache.layers)) for layer in range(len(cache.layers)))
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._known: dict[int, _Known] = {}
+        self._crossovers: dict[tuple[int, int], tuple[int, str]] = {}  # by layer and query heads
         if cache.kept is not None:
             raise ArgumentError(
                 "cache keeps recent or first tokens in full precision beside their codes; sparse attention reads one "
@@ -179,9 +183,7 @@ class SparseAttention:
         """
         outs, lses = [], []
         for seq, count, queries in zip(seqs, q_lens, q.split(list(q_lens)), strict=True):
-            length = self.cache.length(seq)
-            widest = self.sparsity.sinks + self.sparsity.recent + self.topk[layer]
-            if length < self.dense_below or length <= widest:
+            if self._dense(layer, q.shape[1], self.cache.length(seq)):
                 with self._stage("attention"):
                     out, lse = self.cache.attend(
                         layer, queries, [seq], [count], softmax_scale, return_lse=True, softcap=softcap
@@ -204,10 +206,18 @@ class SparseAttention:
         choice = self._known.get(seq, _Known()).choices.get(layer)
         if choice is None:
             raise ArgumentError(
-                f"sequence {seq} has no choice in layer {layer}; decode steps past {self.dense_below} tokens make one: "
-                f"call attend with one query first"
+                f"sequence {seq} has no choice in layer {layer}; a sparse decode step makes one: call attend with one "
+                f"query first, and see explain"
             )
         return choice.positions
+
+    def explain(self, layer: int, heads: int, length: int) -> str:
+        """Why queries of a layer with so many heads would attend to a sequence of `length` tokens as they do."""
+        below, why = self._crossover(layer, heads)
+        read = self._read(layer)
+        if length <= read:
+            return f"dense: a choice of {read} tokens would cover all {length}"
+        return f"{'dense' if length < below else 'sparse'}: {length} tokens, threshold {below}; {why}"
 
     def forget(self, seq: int) -> None:
         """Drop what is known of a sequence, such as a freed one; it is computed again where it is needed."""
@@ -218,6 +228,23 @@ class SparseAttention:
         other = SparseAttention(cache, self.sparsity, self.dense_below, self.timed)
         other._known = {seqs[seq]: known for seq, known in self._known.items() if seq in seqs}
         return other
+
+    def _dense(self, layer: int, heads: int, length: int) -> bool:
+        return length < self._crossover(layer, heads)[0] or length <= self._read(layer)
+
+    def _read(self, layer: int) -> int:
+        """Tokens that a query reads, about."""
+        return self.sparsity.sinks + self.sparsity.recent + self.topk[layer]
+
+    def _crossover(self, layer: int, heads: int) -> tuple[int, str]:
+        if not isinstance(self.dense_below, str):
+            return self.dense_below, "dense_below says so"
+        if (layer, heads) not in self._crossovers:
+            from . import crossover  # which measures this class
+
+            case = crossover.Case.of(self.cache, layer, heads, self.sparsity)
+            self._crossovers[layer, heads] = crossover.dense_below(case)
+        return self._crossovers[layer, heads]
 
     def advice(self) -> str | None:
         """What to do if choosing takes too much of the time; None if it does not, or nothing was timed."""

@@ -1,0 +1,194 @@
+"""From which context on sparse attention is faster than dense here: measured once, kept in a file, asked by "auto".
+
+`kvbackend bench --crossover` measures; the file is `kvbackend/crossover.json` in the user's cache folder
+(XDG_CACHE_HOME, else ~/.cache). Nothing is measured behind a caller's back: a model's output must not depend on timing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .layers import GqaLayer
+from .paged import PagedCache
+from .sparse import SparseAttention, Sparsity
+
+SCHEMA = "kvbackend-crossover/1"
+CONTEXTS = tuple(1 << power for power in range(10, 17))
+ROUNDS = 9
+UNMEASURED = 8  # without a measurement: so many times the tokens that a query reads
+NEVER = 1 << 62  # tokens, where sparse attention was not faster at any context
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a crossover holds for: a device, the shape of a layer, and a choice."""
+
+    device: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    kv_format: str
+    topk: int
+    sinks: int
+    recent: int
+    page_size: int
+    candidates: int
+    reselect: int
+    summaries: bool
+
+    @classmethod
+    def of(cls, cache: PagedCache, layer: int, heads: int, sparsity: Sparsity) -> Case:
+        """The case of one layer of a cache."""
+        spec = cache.specs[layer]
+        assert isinstance(spec, GqaLayer)
+        topk = sparsity.of_layer(layer, len(cache.specs))
+        return cls(
+            device_name(cache.device),
+            heads,
+            spec.kv_heads,
+            spec.head_dim,
+            str(cache.dtype).removeprefix("torch."),
+            cache.kv_formats[layer],
+            **asdict(replace(sparsity, topk=topk)),
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One context: microseconds of a decode step of one sequence in one layer, and the part that choosing takes."""
+
+    context: int
+    dense_us: float
+    sparse_us: float
+    choosing: float
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the chip."""
+    if device.type == "cpu":
+        info = Path("/proc/cpuinfo")
+        lines = info.read_text().splitlines() if info.exists() else []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return f"{names[0] if names else 'cpu'}, {torch.get_num_threads()} threads"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def measure(
+    layer: GqaLayer,
+    heads: int,
+    sparsity: Sparsity,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_format: str = "auto",
+    contexts: Iterable[int] = CONTEXTS,
+    device: str = "cpu",
+) -> tuple[Case, list[Row]]:
+    """Time dense and sparse decode steps beside each other, in alternating order, at each context."""
+    contexts, block_size = sorted(contexts), 16
+    blocks = -(-(contexts[-1] + ROUNDS + 1) // block_size)
+    cache = PagedCache([layer], blocks, block_size, dtype, device, kv_format=kv_format)
+    sparse = SparseAttention(cache, sparsity, timed=True)
+    case = Case.of(cache, 0, heads, sparsity)
+    make = torch.Generator(device).manual_seed(0)
+
+    def rows(count: int, num_heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(count, num_heads, dim, generator=make, device=device).to(dtype)
+
+    found = []
+    for context in contexts:
+        seq = cache.new_sequence()
+        key, value = (rows(context, layer.kv_heads, width) for width in (layer.head_dim, layer.value_width))
+        sparse.write(0, [seq], [context], cache.append(seq, context), key, value)
+        q, key, value = rows(1, heads, layer.head_dim), key[:1], value[:1]
+        scale = layer.head_dim**-0.5
+        times: dict[str, list[float]] = {"dense": [], "sparse": []}
+        sparse.seconds = dict.fromkeys(sparse.seconds, 0.0)
+        for number in range(ROUNDS + 1):  # the first warms up
+            slots = cache.append(seq, 1)
+            for name in ("dense", "sparse") if number % 2 else ("sparse", "dense"):
+                start = _now(cache.device)
+                if name == "dense":
+                    cache.layers[0].write(slots, key, value)
+                    cache.attend(0, q, [seq], [1], scale)
+                else:
+                    sparse.write(0, [seq], [1], slots, key, value)
+                    sparse.attend(0, q, [seq], [1], scale)
+                times[name].append((_now(cache.device) - start) * 1e6)
+        total = sum(sparse.seconds.values())
+        choosing = 1 - sparse.seconds["attention"] / total if total else 0.0
+        dense_us, sparse_us = (statistics.median(times[name][1:]) for name in ("dense", "sparse"))
+        found.append(Row(context, dense_us, sparse_us, choosing))
+        cache.free(seq)
+        sparse.forget(seq)
+    return case, found
+
+
+def crossover(rows: Iterable[Row]) -> int:
+    """The first context from which on sparse was faster at every context measured; NEVER if at none."""
+    first = NEVER
+    for row in sorted(rows, key=lambda row: -row.context):
+        if row.sparse_us >= row.dense_us:
+            break
+        first = row.context
+    return first
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+
+def path() -> Path:
+    """Where measurements are kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "kvbackend" / "crossover.json"
+
+
+def save(case: Case, rows: Iterable[Row]) -> None:
+    """Keep a measurement, in place of an older one of the same case; whole or not at all."""
+    entries = [entry for entry in _entries() if entry["case"] != asdict(case)]
+    rows = list(rows)
+    figures = {"tokens": crossover(rows), "rows": [asdict(row) for row in rows], "date": str(date.today())}
+    entries.append({"case": asdict(case), **figures})
+    target = path()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
+        json.dump({"schema": SCHEMA, "entries": entries}, file, indent=1)
+    os.replace(file.name, target)
+
+
+def dense_below(case: Case) -> tuple[int, str]:
+    """Tokens below which a case is faster dense, and how that is known, in words."""
+    for entry in _entries():
+        if entry["case"] == asdict(case):
+            tokens = int(entry["tokens"])
+            at = "at no context that was measured" if tokens == NEVER else f"from {tokens} tokens on"
+            return tokens, f"sparse attention is faster {at}, measured on {entry['date']} on {case.device}"
+    read = case.topk + case.sinks + case.recent
+    return UNMEASURED * read, (
+        f"not measured on this device: {UNMEASURED} times the {read} tokens that a query reads; run kvbackend bench "
+        f"--crossover to measure"
+    )
+
+
+def _entries() -> list[dict[str, Any]]:
+    try:
+        document = json.loads(path().read_text())
+    except (OSError, ValueError):  # none yet, or not whole: it is only a measurement
+        return []
+    return document["entries"] if isinstance(document, dict) and document.get("schema") == SCHEMA else []
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
