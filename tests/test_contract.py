@@ -30,7 +30,6 @@ WITHOUT_KERNEL = {
     "compress_kv",
     "indexer_logits",
     "lightning_indexer",
-    "quantize_kv",
     "shared_kv_attention",
     "sparse_mla_attention",
     "store_rows",

@@ -5,12 +5,6 @@
 
 namespace kvbackend::KVBACKEND_ISA {
 
-// What the numbers of a row have in common besides their scales.
-template <class Code>
-constexpr bool kHasMinimum = std::is_same_v<Code, uint4x2>;
-template <class Code>
-constexpr bool kMayHaveGlobal = std::is_same_v<Code, e2m1x2>;
-
 // In plain C++, and the same for a vector. A code below 16 times a float16 is exact, so that fusing the addition
 // changes nothing.
 template <class Code, class Number>

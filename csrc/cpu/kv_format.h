@@ -60,6 +60,12 @@ void with_codes(const KVFormat& format, F&& function) {
   }
 }
 
+// What comes with a scale, for codes of this type: a minimum, or one more multiplier for the whole tensor.
+template <class Code>
+constexpr bool kHasMinimum = std::is_same_v<Code, uint4x2>;
+template <class Code>
+constexpr bool kMayHaveGlobal = std::is_same_v<Code, e2m1x2>;
+
 // Shape of the scales of rows [tokens, heads, dim], as kvbackend/codecs/split.py has it.
 inline std::vector<int64_t> scales_shape(const KVFormat& format, bool keys, int64_t tokens, int64_t heads,
                                          int64_t dim) {
@@ -148,6 +154,19 @@ class Scales {
     return block * block_ + token / tokens_ * token_ + head * head_;
   }
 
+  // Store the scales of a row: numbers of their dtype that follow each other, and the minimums that come with them.
+  void write(int64_t offset, const void* scales, const fp16* lows) const {
+    switch (dtype_) {
+      case ScalarType::Float:
+        return write_as<float>(offset, scales);
+      case ScalarType::Half:
+        write_as<fp16>(offset, scales);
+        return write_as<fp16>(offset + low_, lows);
+      default:
+        return write_as<uint8_t>(offset, scales);
+    }
+  }
+
   // The scales of a row as floats, and the minimum of each, where the format has one.
   void read(int64_t offset, float* scales, float* lows) const {
     switch (dtype_) {
@@ -167,6 +186,12 @@ class Scales {
   template <class S>
   void read_as(int64_t offset, float* out) const {
     load_row(reinterpret_cast<const S*>(data_) + offset, stride_, count_, out);
+  }
+
+  template <class S>
+  void write_as(int64_t offset, const void* scales) const {
+    S* to = reinterpret_cast<S*>(const_cast<char*>(data_)) + offset;
+    for (int64_t i = 0; i < count_; ++i) to[i * stride_] = static_cast<const S*>(scales)[i];
   }
 
   const char* data_;

@@ -1,0 +1,175 @@
+// Rows to codes and scales.
+#include "encode.h"
+
+namespace kvbackend::KVBACKEND_ISA {
+
+// x [T, Hk, D] as rows that follow each other: a token's heads as one row where memory and scales allow it.
+template <class T>
+struct Rows {
+  Rows(const Tensor& x, Scales& scales)
+      : data(static_cast<const T*>(x.const_data_ptr())),
+        tokens(x.size(0)),
+        heads(x.size(1)),
+        row(x.size(2)),
+        token_stride(x.stride(0)),
+        head_stride(x.stride(1)),
+        stride(x.stride(2)) {
+    if (stride == 1 && head_stride == row && scales.merge_heads(heads)) {
+      row *= heads;
+      heads = 1;
+    }
+  }
+
+  // A row whose numbers follow each other; `room` holds it where they do not.
+  const T* at(int64_t token, int64_t head, std::vector<T>& room) const {
+    const T* from = data + token * token_stride + head * head_stride;
+    if (stride == 1) return from;
+    room.resize(row);
+    for (int64_t i = 0; i < row; ++i) room[i] = from[i * stride];
+    return room.data();
+  }
+
+  int64_t row_bytes() const { return heads * row * static_cast<int64_t>(sizeof(T)); }
+
+  const T* data;
+  int64_t tokens, heads, row, token_stride, head_stride, stride;
+};
+
+// The largest magnitudes under scales that all tokens share [heads * count]. Parallel over stretches of tokens; which
+// thread has which changes nothing about a maximum.
+template <class T>
+std::vector<float> magnitudes(const Rows<T>& rows, int64_t span, int64_t count) {
+  const int64_t size = round_up(rows.heads * count, kLanes);
+  const int64_t wanted = std::max<int64_t>(1, rows.tokens * rows.row_bytes() >> 18);
+  const int64_t stretches = std::min<int64_t>({wanted, rows.tokens, 64});
+  std::vector<float> found(std::max<int64_t>(1, stretches) * size);
+  torch::stable::parallel_for(0, stretches, 1, [&](int64_t begin, int64_t end) {
+    std::vector<T> room;
+    for (int64_t part = begin; part < end; ++part) {
+      for (int64_t token = part * rows.tokens / stretches; token < (part + 1) * rows.tokens / stretches; ++token) {
+        for (int64_t head = 0; head < rows.heads; ++head) {
+          const T* x = rows.at(token, head, room);
+          float* top = found.data() + part * size + head * count;
+          int64_t i = 0;
+          if (span == 1) {
+            for (; i + kLanes <= count; i += kLanes) store(top + i, maximum(magnitude(load(x + i)), load(top + i)));
+            for (; i < count; ++i) top[i] = std::max(magnitude(to_float(x[i])), top[i]);
+          }
+          for (; i < count; ++i) top[i] = std::max(largest_magnitude(x + i * span, span), top[i]);
+        }
+      }
+    }
+  });
+  for (int64_t part = 1; part < stretches; ++part) {
+    for (int64_t i = 0; i < size; ++i) found[i] = std::max(found[i], found[part * size + i]);
+  }
+  found.resize(size);
+  return found;
+}
+
+// Scales that all tokens share: computed and stored.
+template <class T, class Code>
+void make_static_scales(const Tensor& x, const KVFormat& format, const Tensor& scales) {
+  Scales found(format, true, scales, 1, x.size(2));
+  const Rows<T> rows(x, found);
+  std::vector<float> top = magnitudes(rows, found.span(), found.count());
+  if (format.per == Per::tensor) top[0] = *std::max_element(top.begin(), top.end());
+  std::vector<float> stored(top.size());
+  make_scales<Code>(format.rule, top.data(), scales.numel(), stored.data());
+  std::copy_n(stored.begin(), scales.numel(), static_cast<float*>(scales.mutable_data_ptr()));
+}
+
+// Parallel over tokens. A row is read twice where its scales are its own, the second time from L1.
+template <class T, class Code>
+void quantize_rows(const Tensor& x, const KVFormat& format, float global, Code* codes, const Tensor& scales) {
+  Scales found(format, false, scales, 1, x.size(2));
+  const Rows<T> rows(x, found);
+  const int64_t row_codes = rows.row / kPerByte<Code>;
+  torch::stable::parallel_for(0, rows.tokens, grain(rows.row_bytes()), [&](int64_t begin, int64_t end) {
+    RowEncoder<T, Code> encoder(format, global, found.span(), found.count());
+    std::vector<float> given(round_up(found.count(), kLanes));
+    std::vector<T> room;
+    int64_t read = -1;
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t head = 0; head < rows.heads; ++head) {
+        const T* from = rows.at(token, head, room);
+        Code* to = codes + (token * rows.heads + head) * row_codes;
+        const int64_t offset = found.offset(0, token, head);
+        if (format.is_static()) {
+          if (offset != read) found.read(offset, given.data(), nullptr);
+          read = offset;
+          encoder.encode(from, given.data(), to);
+        } else {
+          encoder.encode(from, to);
+          found.write(offset, encoder.stored(), encoder.stored_lows());
+        }
+      }
+    }
+  });
+}
+
+// KIVI's keys: a scale for each channel of a group of tokens. Parallel over groups and heads, whose rows stay in L1.
+template <class T>
+void quantize_groups(const Tensor& x, const KVFormat& format, uint4x2* codes, const Tensor& scales) {
+  const int64_t group = format.group, groups = x.size(0) / group, heads = x.size(1), dim = x.size(2);
+  const Scales found(format, true, scales, 1, dim);
+  torch::stable::parallel_for(0, groups * heads, grain(group * dim * 4), [&](int64_t begin, int64_t end) {
+    RowEncoder<T, uint4x2> encoder(format, 1.0f, 1, dim);
+    std::vector<T> room(x.stride(2) == 1 ? 0 : group * dim);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first = item / heads * group, head = item % heads;
+      const T* from = static_cast<const T*>(x.const_data_ptr()) + first * x.stride(0) + head * x.stride(1);
+      int64_t stride = x.stride(0);
+      if (x.stride(2) != 1) {
+        for (int64_t row = 0; row < group; ++row) {
+          for (int64_t i = 0; i < dim; ++i) room[row * dim + i] = from[row * stride + i * x.stride(2)];
+        }
+        from = room.data();
+        stride = dim;
+      }
+      encoder.encode_group(from, group, stride, codes + (first * heads + head) * dim / 2, heads * dim / 2);
+      found.write(found.offset(0, first, head), encoder.stored(), encoder.stored_lows());
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor> quantize_kv(const Tensor& x, const std::string& kv_format,
+                                       const std::optional<Tensor>& scale, const std::optional<Tensor>& global_scale,
+                                       const std::string& role) {
+  const KVFormat& format = format_named(kv_format);
+  const bool keys = role == "key";
+  expect_rank(x, "x", 3);
+  const int64_t num_tokens = x.size(0), heads = x.size(1), dim = x.size(2);
+  KVBACKEND_CHECK(dim % format.per_byte() == 0, "x has ", dim, " dims a head; ", kv_format,
+                  " packs two codes into a byte, so it must be even: pad it");
+  const bool by_tokens = format.across_tokens(keys);
+  KVBACKEND_CHECK(!format.group || (by_tokens ? num_tokens : dim) % format.group == 0, "x has ", num_tokens,
+                  " tokens and ", dim, " dims a head; ", kv_format, " takes whole groups of ", format.group,
+                  ": choose another group");
+  const std::vector<int64_t> shape = scales_shape(format, keys, num_tokens, heads, dim);
+  const float global = global_scale_of(format, global_scale, "global_scale");
+  Tensor codes = torch::stable::new_empty(x, {num_tokens, heads, dim / format.per_byte()}, format.storage);
+  Tensor scales = torch::stable::new_empty(x, shape, format.scale_dtype);
+  if (scale) {
+    expect_scales(*scale, "scale", format, shape);
+    torch::stable::copy_(scales, *scale);
+  }
+  with_dtype(x, "x", [&](auto number) {
+    using T = decltype(number);
+    with_codes(format, [&](auto code) {
+      using Code = decltype(code);
+      Code* data = static_cast<Code*>(codes.mutable_data_ptr());
+      if constexpr (std::is_same_v<Code, uint4x2>) {
+        if (by_tokens) return quantize_groups<T>(x, format, data, scales);
+      } else {
+        if (format.is_static() && !scale) make_static_scales<T, Code>(x, format, scales);
+      }
+      quantize_rows<T>(x, format, global, data, scales);
+    });
+  });
+  return {codes, scales};
+}
+
+}  // namespace kvbackend::KVBACKEND_ISA
+
+KVBACKEND_REGISTER(quantize_kv)

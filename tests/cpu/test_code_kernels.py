@@ -1,0 +1,128 @@
+"""Kernels that write and read codes: every pattern of 16 bits and every code, in every format and instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbackend import backends, codecs, formats, native, use
+from kvbackend.ops import dequantize_kv, quantize_kv
+from kvbackend.ops.quantize_kv import every_format
+
+pytestmark = pytest.mark.skipif(
+    bool(backends.registered()["cpu"].missing()), reason="; ".join(backends.registered()["cpu"].missing())
+)
+
+QUANTIZED = [(name, role) for name, role in every_format() if formats.get(name).quantized]
+OUT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def rows(kind: str) -> Tensor:
+    """Rows [256, 2, 128] whose numbers are all patterns of 16 bits, in order, so that neighbours are of one size."""
+    patterns = torch.arange(65536, dtype=torch.int32)
+    if kind == "shuffled":
+        patterns = patterns[torch.randperm(65536, generator=torch.Generator().manual_seed(1))]
+    if kind == "fp32":  # upper halves, with lower ones that are ties, next to ties, and others
+        lower = torch.tensor([0, 1, 0x8000, 0x7FFF, 0x8001, 0xFFFF, 0x1234, 0x4000])
+        bits = (patterns.long() << 16) + lower[torch.arange(65536) * 5 // 3 % 8]
+        x = bits.to(torch.int32).view(torch.float32)
+    else:
+        x = patterns.to(torch.int16).view(torch.float16 if kind == "fp16" else torch.bfloat16)
+    return x.reshape(256, 2, 128)
+
+
+def faults() -> Iterator[str]:
+    """What the CPU kernels give that the codecs do not."""
+    for kind in ("bf16", "fp16", "fp32", "shuffled"):
+        x = rows(kind)
+        for name, role in QUANTIZED:
+            fmt = formats.get(name)
+            global_scale = torch.tensor([0.0117]) if fmt.global_scale else None
+            given = [None]
+            if fmt.granularity in codecs.split.STATIC:
+                size = codecs.split.scales_shape(fmt, role, x.shape)
+                given += [torch.ones(size), torch.linspace(3e-5, 700.0, 256)[: max(size)].expand(size)]
+            for scale in given:
+                got = quantize_kv(x, name, scale, global_scale, role)
+                want = codecs.encode(x, name, role, global_scale, scale)
+                for what, one, other in zip(("codes", "scales"), got, want, strict=True):
+                    if one.dtype != other.dtype or not torch.equal(raw(one), raw(other)):
+                        yield f"quantize_kv {kind} {name} {role} {'given scale' if scale is not None else ''}: {what}"
+            every_code = torch.arange(65536).to(torch.uint8)[: got[0].numel()].reshape(got[0].shape)
+            for codes in (got[0], every_code.view(got[0].dtype)):
+                for out, dtype in OUT.items():
+                    number = dequantize_kv(codes, want[1], name, global_scale, role, out)
+                    wanted = codecs.decode(codes, want[1], name, role, global_scale, dtype)
+                    if not torch.equal(number.nan_to_num(7.0), wanted.nan_to_num(7.0)):
+                        yield f"dequantize_kv {name} {role} {out}"
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def isa() -> str:
+    function = ctypes.CDLL(str(native.FOLDER / "libkvbackend_cpu.so")).kvbackend_isa
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+def test_every_pattern_is_coded_as_the_codecs_say() -> None:
+    with use("cpu"):
+        assert list(faults()) == []
+
+
+CHILD = """
+from kvbackend import use
+from tests.cpu.test_code_kernels import faults, isa
+with use("cpu"):
+    print(*[*faults(), isa()], sep="; ")
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "avx2"])
+def test_lower_instruction_sets_code_every_pattern_alike(name: str) -> None:
+    order = ["plain", "avx2", "avx512", "amx"]
+    if order.index(name) >= order.index(isa()):
+        pytest.skip(f"kernels use {isa()} here: {name} is no lower one")
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], env={**os.environ, "KVBACKEND_CPU_ISA": name}, capture_output=True, text=True
+    )
+    assert (done.stdout.strip(), done.returncode) == (name, 0), done.stderr
+
+
+def test_an_infinite_magnitude_does_not_hide_in_a_maximum() -> None:
+    """The kernel takes maxima of bits, where NaN and infinity are largest."""
+    x = torch.full((3, 2, 32), 0.5, dtype=torch.bfloat16)
+    x[0, 0, 5], x[1, 1, 7], x[2, 0, 31] = torch.nan, torch.inf, -torch.inf
+    with use("cpu"):
+        scales = quantize_kv(x, "int8")[1]
+        tensor = quantize_kv(x, "fp8_e4m3")[1]
+    assert scales[0].tolist() == pytest.approx([0.5 / 127] * 2)
+    assert scales[1].tolist() == pytest.approx([0.5 / 127, 65504 / 127])
+    assert tensor.item() == pytest.approx(65504 / 448)
+
+
+def test_a_maximum_over_all_tokens_does_not_depend_on_threads() -> None:
+    x = torch.randn(4099, 3, 40, generator=torch.Generator().manual_seed(2)).bfloat16()
+    threads = torch.get_num_threads()
+    try:
+        for name in ("fp8_e4m3", "fp8_e5m2:head", "fp8_e4m3:channel"):
+            with use("cpu"):
+                torch.set_num_threads(1)
+                one = quantize_kv(x, name)
+                torch.set_num_threads(3)
+                three = quantize_kv(x, name)
+            want = codecs.encode(x, name)
+            for a, b, c in zip(one, three, want, strict=True):
+                assert torch.equal(raw(a), raw(b))
+                assert torch.equal(raw(a), raw(c))
+    finally:
+        torch.set_num_threads(threads)
