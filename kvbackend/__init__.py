@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import cache, compress, doctor, formats, layouts, ops, rope
+    from . import cache, compress, doctor, formats, layouts, models, ops, rope
     from .dispatch import explain, use
     from .errors import ArgumentError, UnsupportedError
     from .planner import plan
@@ -23,6 +23,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "doctor": ("doctor", None),
     "formats": ("formats", None),
     "layouts": ("layouts", None),
+    "models": ("models", None),
     "rope": ("rope", None),
     "explain": ("dispatch", "explain"),
     "use": ("dispatch", "use"),
@@ -41,6 +42,7 @@ __all__ = [
     "explain",
     "formats",
     "layouts",
+    "models",
     "ops",
     "plan",
     "rope",

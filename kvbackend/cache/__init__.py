@@ -1,5 +1,6 @@
 """Paged caches: a pool of blocks, and sequences that append, fork, truncate and free over it."""
 
+from .dsa import DsaLayer, DsaPages
 from .layers import GqaLayer, GqaPages, MlaLayer, MlaPages
 from .paged import PagedCache
 from .pool import BlockPool, OutOfBlocks
@@ -9,6 +10,8 @@ from .sparse import SparseAttention, Sparsity
 
 __all__ = [
     "BlockPool",
+    "DsaLayer",
+    "DsaPages",
     "GqaLayer",
     "GqaPages",
     "MlaLayer",
