@@ -1,0 +1,31 @@
+"""Examples in Python that the pages show with their output print just that."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvbackend
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHOWN = [
+    pytest.param(code, printed, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, (code, printed) in enumerate(
+        re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    )
+]
+
+
+def test_pages_have_examples() -> None:
+    assert {str(case.id).split("-")[0] for case in SHOWN} >= {"eviction.md", "sparse.md"}
+
+
+@pytest.mark.parametrize(("code", "printed"), SHOWN)
+def test_examples_print_what_the_page_says(code: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with kvbackend.use("reference"):  # what is printed does not depend on who computes it
+        exec(compile(code, "example", "exec"), {})
+    assert capsys.readouterr().out == printed
