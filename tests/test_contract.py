@@ -25,7 +25,6 @@ FEW = 3
 
 # Ops whose reference is all there is yet: chosen explicitly, since automatic choice warns.
 WITHOUT_KERNEL = {
-    "accumulate_scores",
     "candidate_blocks",
     "compress_kv",
     "indexer_logits",

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +12,8 @@ from kvbackend import ArgumentError, native
 from kvbackend.matrix import DTYPES, TOLERANCES, difference, in_float64
 from kvbackend.ops import registry
 
-ROOT = Path(__file__).parents[2]
+from .common import assert_isa, call, run_on_isa
+
 NAMES = ("paged_attention", "mla_attention")
 EVERY_OP = pytest.mark.parametrize("name", NAMES)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -44,46 +40,11 @@ def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> Non
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def call(
-    name: str, q_lens: list[int], seq_lens: list[int], dtype: torch.dtype = torch.float32, heads: int = 8,
-    kv_heads: int = 2, dim: int = 64, block_size: int = 16, **other: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """A call over a pool that is NaN wherever no token lies."""
-    generator = torch.Generator().manual_seed(7)
-    columns = max(1, *(-(-length // block_size) for length in seq_lens))
-    num_blocks = len(seq_lens) * columns + 1
-    blocks = torch.randperm(num_blocks, generator=generator)[: len(seq_lens) * columns]
-    table = blocks.view(len(seq_lens), columns).int()
-    row = (kv_heads, 2 * dim) if name == "paged_attention" else (dim + 16,)
-    pool = torch.full((num_blocks, block_size, *row), torch.nan, dtype=dtype)
-    for blocks, length in zip(table.long(), seq_lens, strict=True):
-        index = torch.arange(length)
-        pool[blocks[index // block_size], index % block_size] = torch.randn(length, *row, generator=generator).to(dtype)
-    width = dim if name == "paged_attention" else dim + 16
-    q = torch.randn(sum(q_lens), heads, width, generator=generator).to(dtype)
-    if name == "paged_attention":
-        tensors = dict(q=q, key_cache=pool[..., :dim], value_cache=pool[..., dim:])
-    else:
-        tensors = dict(q_nope=q[..., :dim], q_pe=q[..., dim:], ckv_cache=pool[..., :dim], kpe_cache=pool[..., dim:])
-    offsets = torch.tensor([0, *q_lens]).cumsum(0).int()
-    batch = dict(
-        block_table=table, seq_lens=torch.tensor(seq_lens).int(), cu_seqlens_q=offsets, max_seqlen_q=max(q_lens)
-    )
-    return {**tensors, **batch, "softmax_scale": width**-0.5, "return_lse": True, **other}
-
-
 def queries(name: str) -> tuple[str, ...]:
     return ("q",) if name == "paged_attention" else ("q_nope", "q_pe")
 
 
 # ------------------------------------------------------------------------------------------------- instruction sets
-
-
-def isa() -> str:
-    """What the loaded library chose."""
-    found = ctypes.CDLL(str(native.FOLDER / "libkvbackend_cpu.so")).kvbackend_isa
-    found.restype = ctypes.c_char_p
-    return found().decode()
 
 
 SHAPES = [
@@ -99,7 +60,7 @@ SHAPES = [
 
 def check_this_isa(wanted: str) -> None:
     """Everything that depends on the instruction set; runs in a process of its own."""
-    assert isa() == wanted, f"asked for {wanted}, the library chose {isa()}"
+    assert_isa(wanted)
     for name in NAMES:
         for dtype in DTYPES:
             for sample, args in registry[name].make_samples("cpu", dtype):
@@ -112,15 +73,7 @@ def check_this_isa(wanted: str) -> None:
 
 @pytest.mark.parametrize("wanted", ["plain", "avx2", "avx512", "amx"])
 def test_every_instruction_set_equals_the_reference(wanted: str) -> None:
-    from kvbackend import _build
-
-    needs = {"plain": True, "amx": _build.cpu_features()["amx_bf16"]}
-    if not needs.get(wanted, _build.cpu_features().get(wanted)):
-        pytest.skip(f"this CPU has no {wanted}")
-    code = f"from tests.cpu.test_attention_kernels import check_this_isa; check_this_isa({wanted!r})"
-    environment = {**os.environ, "KVBACKEND_CPU_ISA": wanted, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_on_isa(wanted, f"from tests.cpu.test_attention_kernels import check_this_isa; check_this_isa({wanted!r})")
 
 
 # ---------------------------------------------------------------------------------------- what a row may depend on

@@ -31,3 +31,12 @@ def scale_bytes(scales: Tensor | None) -> Tensor | None:
     kernels are written, has no name for that dtype.
     """
     return scales.view(torch.uint8) if scales is not None and scales.dtype is torch.float8_e8m0fnu else scales
+
+
+def rope_table(rope_cos_sin: Any, q: Any) -> Iterator[str]:
+    """The dtypes of a table that turns keys as they are read."""
+    if rope_cos_sin is not None and rope_cos_sin.dtype not in (torch.float32, q.dtype):
+        yield (
+            f"rope_cos_sin is {rope_cos_sin.dtype}; the CPU kernel takes torch.float32 or q's {q.dtype}: "
+            f"convert the table once"
+        )

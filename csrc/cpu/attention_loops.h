@@ -1,0 +1,234 @@
+// The loops of attention over a tile of keys, and the prefetching that goes on beside them.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "attention_batch.h"
+#include "simd.h"
+
+namespace kvbackend::KVBACKEND_ISA {
+
+// Rows wanted next, fetched a few cache lines at a time while others are worked on. One line of each of four rows a
+// step: a core needs several streams in flight to get its share of the memory's bandwidth.
+class Prefetcher {
+ public:
+  void clear() { count_ = next_ = line_ = total_ = 0, pace_ = 1; }
+
+  void add(const void* row, int64_t bytes) {
+    rows_[count_] = static_cast<const char*>(row);
+    bytes_[count_++] = bytes;
+    total_ += bytes;
+  }
+
+  // All of it in that many steps.
+  void finish_within(int64_t steps) { pace_ = total_ / (4 * kLine * steps) + 1; }
+
+  void step() {
+    for (int64_t turn = 0; turn < pace_ && next_ < count_; ++turn) {
+      for (int64_t i = next_; i < next_ + 4; ++i) __builtin_prefetch(rows_[i] + line_, 0, 2);
+      line_ += kLine;
+      if (line_ >= bytes_[next_]) {
+        line_ = 0;
+        next_ += 4;
+      }
+    }
+  }
+
+ private:
+  int64_t count_ = 0, next_ = 0, line_ = 0, total_ = 0, pace_ = 1;
+  const char* rows_[2 * kTile + 4] = {};  // the last group of four may be short: then old rows fill it
+  int64_t bytes_[2 * kTile + 4] = {};
+};
+
+// Floats of a thread's own, aligned to cache lines. Made when first wanted, since untouched memory costs nothing.
+class Floats {
+ public:
+  float* data() const { return data_.get(); }
+  operator float*() const { return data_.get(); }
+
+  void want(int64_t size) {
+    if (data_) return;
+    data_.reset(static_cast<float*>(std::aligned_alloc(kLine, round_up(size * sizeof(float) + 1, kLine))));
+    if (!data_) throw std::bad_alloc();
+  }
+
+  void want_zeros(int64_t size) {
+    if (data_) return;
+    want(size);
+    std::fill_n(data_.get(), size, 0.0f);
+  }
+
+ private:
+  struct Free {
+    void operator()(float* data) const { std::free(data); }
+  };
+  std::unique_ptr<float[], Free> data_;
+};
+
+// --------------------------------------------------------------------------------------------------------- the loops
+//
+// Scores of a tile lie key by key, `width` rows each: scores[n * width + row]. `width` is the number of rows, rounded
+// up to a power of two below kLanes and to a multiple of kLanes above.
+
+inline int64_t width_of(int64_t rows) {
+  if (rows > kLanes / 2) return round_up(rows, kLanes);
+  int64_t width = 1;
+  while (width < rows) width *= 2;
+  return width;
+}
+
+// Few rows: lanes run over dims. R rows x kAccumulators / R keys in registers; a key is read once for R rows. The
+// queries [R, dim] stay in L1. `keys` may be read up to the next multiple of kAccumulators / R.
+template <int R, class E>
+void score_few(const float* queries, int64_t dim, const E* const* keys, int64_t count, float* scores, int64_t width,
+               Prefetcher& ahead) {
+  constexpr int kKeys = kAccumulators / R;
+  for (int64_t n = 0; n < count; n += kKeys) {
+    Vec sum[kAccumulators] = {};
+    for (int64_t d = 0; d < dim; d += kPair) {
+      ahead.step();
+#pragma GCC unroll 16
+      for (int k = 0; k < kKeys; ++k) {
+        Vec first, second;
+        load_pair(keys[n + k] + d, first, second);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          sum[k * R + r] += first * load(queries + r * dim + d);
+          sum[k * R + r] += second * load(queries + r * dim + d + kLanes);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kAccumulators; i += 4) {  // four neighbours among the sums are neighbours among the scores
+      const Quad quad = sum_lanes(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+      std::memcpy(scores + (n + i / R) * width + i % R, &quad, sizeof quad);
+    }
+  }
+}
+
+// Many rows: lanes run over rows. V vectors of rows x up to 8 keys in registers; a number of a key meets all of them.
+// Adds the products of `dims` dims, a panel of the keys [count, key_row] and of the queries [dims, width] that stays in
+// L1. Keys may be read up to a multiple of 8.
+template <int V>
+void score_many(const float* queries, int64_t dims, const float* keys, int64_t key_row, int64_t count, float* scores,
+                int64_t width, Prefetcher& ahead) {
+  constexpr int kKeys = std::min(8, kAccumulators / V);
+  for (int64_t n = 0; n < count; n += kKeys) {
+    Vec sum[kKeys * V] = {};
+    const float* key = keys + n * key_row;
+    ahead.step();
+    for (int64_t d = 0; d < dims; ++d) {
+#pragma GCC unroll 8
+      for (int k = 0; k < kKeys; ++k) {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sum[k * V + v] += key[k * key_row + d] * load(queries + d * width + v * kLanes);
+      }
+    }
+    ahead.step();
+#pragma GCC unroll 8
+    for (int k = 0; k < kKeys; ++k) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        float* score = scores + (n + k) * width + v * kLanes;
+        store(score, load(score) + sum[k * V + v]);
+      }
+    }
+  }
+}
+
+// score_many for all rows and dims. Panels of kPanel dims: shorter sums also round less.
+inline void score_many_rows(const float* queries, int64_t dim, const float* keys, int64_t key_row, int64_t count,
+                            float* scores, int64_t width, Prefetcher& ahead) {
+  constexpr int kMost = kAccumulators / 4;
+  std::fill_n(scores, round_up(count, 8) * width, 0.0f);
+  for (int64_t d = 0; d < dim; d += kPanel) {
+    const int64_t dims = std::min(kPanel, dim - d);
+    const float* panel = queries + d * width;
+    int64_t row = 0;
+    for (; row + kMost * kLanes <= width; row += kMost * kLanes)
+      score_many<kMost>(panel + row, dims, keys + d, key_row, count, scores + row, width, ahead);
+    for (; row < width; row += kLanes)
+      score_many<1>(panel + row, dims, keys + d, key_row, count, scores + row, width, ahead);
+  }
+}
+
+// out[row] = decay[row] * out[row] + sum over keys of weights[n, row] * value n, for R rows and V vectors of dims,
+// which stay in registers while the keys go by.
+template <int R, int V, class E>
+void weigh(const float* weights, int64_t width, const E* const* values, int64_t count, int64_t dim, const float* decay,
+           float* out, int64_t out_row, Prefetcher& ahead) {
+  Vec sum[R][V];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sum[r][v] = decay[r] * load(out + r * out_row + v * kLanes);
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    if (n % 2 == 0) ahead.step();
+    const E* value = values[n] + dim;
+    Vec numbers[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v += 2) load_pair(value + v * kLanes, numbers[v], numbers[v + 1]);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const float weight = weights[n * width + r];
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) sum[r][v] += weight * numbers[v];
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) store(out + r * out_row + v * kLanes, sum[r][v]);
+  }
+}
+
+// weigh, for all rows and dims. Dims in the outer loop: their part of the values stays in L1 for all rows.
+template <int R, class E>
+void weigh_all(const float* weights, int64_t width, const E* const* values, int64_t count, int64_t rows, int64_t dims,
+               const float* decay, float* out, Prefetcher& ahead) {
+  constexpr int kVectors = std::max(2, kAccumulators / R);
+  int64_t d = 0;
+  for (; d + kVectors * kLanes <= dims; d += kVectors * kLanes) {
+    for (int64_t row = 0; row < rows; row += R)
+      weigh<R, kVectors>(weights + row, width, values, count, d, decay + row, out + row * dims + d, dims, ahead);
+  }
+  for (; d < dims; d += kPair) {
+    for (int64_t row = 0; row < rows; row += R)
+      weigh<R, 2>(weights + row, width, values, count, d, decay + row, out + row * dims + d, dims, ahead);
+  }
+}
+
+// Scores of `count` keys become weights; peak and total of each row are brought up to date, and decay is what the row's
+// earlier total and values are worth now. All three have `width` floats, or kLanes where width is less: then lanes
+// repeat the rows, and total is spread over the repeats.
+inline void soften(float* scores, int64_t count, int64_t width, float* peak, float* total, float* decay) {
+  const int64_t step = std::max<int64_t>(width, kLanes), size = count * width;
+  std::fill(scores + size, scores + round_up(size, kLanes), -kInfinity);
+  for (int64_t row = 0; row < step; row += kLanes) {
+    const Vec before = load(peak + row);
+    Vec top = before;
+    for (int64_t i = row; i < size; i += step) top = maximum(load(scores + i), top);
+    for (int64_t shift = width; shift < kLanes; shift *= 2) {
+      float twice[2 * kLanes];
+      store(twice, top);
+      store(twice + kLanes, top);
+      top = maximum(load(twice + shift), top);
+    }
+    const Vec base = top > -kInfinity ? top : Vec{};  // nothing seen yet: all weights shall be 0, not NaN
+    const Vec worth = exp_negative(before - base);
+    Vec sum = load(total + row) * worth;
+    for (int64_t i = row; i < size; i += step) {
+      const Vec weight = exp_negative(load(scores + i) - base);
+      store(scores + i, weight);
+      sum += weight;
+    }
+    store(peak + row, top);
+    store(total + row, sum);
+    store(decay + row, worth);
+  }
+}
+
+}  // namespace kvbackend::KVBACKEND_ISA
