@@ -20,6 +20,7 @@ KEYS = {
     "decode_tokens_per_s", "cache_bytes", "cache_bytes_fp16", "bytes_per_token", "kv_format", "backends",
 }  # fmt: skip
 WORDS = ["<eos>", *(f"w{i}" for i in range(60))]
+ON_REFERENCE = "--backend", "reference"  # where no kernel takes codes a warning would say so
 LAYERS, HEADS, DIM = 2, 2, 8  # cached heads of the tiny model
 
 
@@ -127,6 +128,59 @@ def test_formats_and_block_size(run, folder, kv_format):
     assert document["cache_bytes"] == 5 * document["bytes_per_token"]
 
 
+def quantized_bytes(blocks, size=16):
+    """Of fp8 codes with one static scale for the keys and the values of each layer."""
+    return blocks * size * LAYERS * HEADS * DIM * 2 + LAYERS * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "total"),
+    [
+        (["--kv-format", "fp8_e4m3"], 23, quantized_bytes(2)),
+        (["--kv-format", "fp8_e4m3,0-0=fp8_e5m2"], 23, quantized_bytes(2)),
+        # the first block, and the last, which holds the last 2 tokens, in bf16 too
+        (
+            ["--kv-format", "fp8_e4m3", "--keep-recent", 2, "--keep-sinks", 1, "--block-size", 8],
+            23,
+            quantized_bytes(3, 8) + 2 * 8 * LAYERS * HEADS * DIM * 2 * 2,
+        ),
+        # positions of 4 bytes, one for all layers; and biases of 4 bytes for each layer and head
+        (["--evict", "streaming:8:sinks=2"], 8, 16 * (LAYERS * HEADS * DIM * 2 * 4 + 4)),
+        (["--evict", "window:8:summary=2"], 8, 16 * (LAYERS * HEADS * (DIM * 2 * 4 + 4) + 4)),
+    ],
+)
+def test_compressed_caches_are_counted(run, folder, options, kept, total):
+    code, out, err = run("--model", folder, "--json", "w1 w2 w3 w4", "--max-new-tokens", 20, *options, *ON_REFERENCE)
+    assert code == 0, err
+    document = json.loads(out)
+    assert (document["cache_tokens"], document["cache_rows"]) == (23, kept)
+    assert document["cache_bytes"] == total
+    blocks = -(-23 // document["block_size"])
+    assert document["cache_bytes_fp16"] == blocks * document["block_size"] * LAYERS * HEADS * DIM * 2 * 2
+
+
+def test_low_rank_from_a_file_evicted_and_quantized(run, folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from kvbackend.compress import calibrate
+
+    path = tmp_path / "tiny.safetensors"
+    calibrate(AutoModelForCausalLM.from_pretrained(folder), torch.arange(60), rank=4).save(path)
+    options = "--low-rank", path, "--evict", "h2o:8", "--kv-format", "int8", *ON_REFERENCE
+    code, out, err = run("--model", folder, "--json", "w1 w2 w3 w4", "--max-new-tokens", 20, *options)
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["bytes_per_token"] == LAYERS * HEADS * 2 * (4 + 4)  # codes and a scale
+    assert document["projection_bytes"] == LAYERS * HEADS * 2 * 2 * DIM * 4 * 4
+    # a position for each layer and head, and one more for each layer
+    assert document["cache_bytes"] == 16 * (document["bytes_per_token"] + LAYERS * (HEADS + 1) * 4)
+    assert {"lowrank_project", "lowrank_reconstruct"} <= set(document["backends"])
+    code, out, _ = run("--model", folder, "w1 w2 w3 w4", "--max-new-tokens", 20, *options)
+    assert code == 0
+    assert "8 of 23 tokens" in out
+    assert "bytes, with the weights" in out
+
+
 def test_text_streams_and_ends_with_a_table(run, folder):
     code, out, err = run("--model", folder, "w1 w2 w3", "--max-new-tokens", 6, "--verify", "--dtype", "float32")
     assert code == 0
@@ -195,7 +249,18 @@ def test_chat_template(run, folder, tmp_path):
     [
         (["--max-new-tokens", "0"], "0 must be 1 or more"),
         (["--block-size", "-1"], "-1 must be 1 or more"),
-        (["--kv-format", "int3"], "invalid choice: 'int3'"),
+        (["--kv-format", "int3"], "kv_format is 'int3'; it must be native or one of"),
+        (["--kv-format", "fp4_e2m1"], "head_dim is 8; fp4_e2m1 needs a multiple of its group of 16 channels"),
+        (["--kv-format", "fp8_e4m3,0-2=int8"], "names layer 2; the model has layers 0 to 1"),
+        (["--kv-format", "v4_fp8_584"], "a record of 584 bytes"),
+        (["--kv-format", "int8,keep=8"], "has keep without a policy"),
+        (["--evict", "lru:8"], "evict is 'lru:8'; it must be POLICY:KEEP, POLICY one of window, streaming, h2o"),
+        (["--evict", "h2o:0"], "keep is '0'"),
+        (["--evict", "h2o:8:observed=2"], "h2o takes recent, per_head, summary, slack"),
+        (["--evict", "h2o:8:recent=x"], "recent is 'x' in evict"),
+        (["--evict", "h2o:8", "--keep-recent", "4"], "give one of the two"),
+        (["--keep-recent", "-1"], "-1 must be 0 or more"),
+        (["--low-rank", "0"], "ratios is '0'"),
         (["--raw", "--chat"], "not allowed with"),
         (["--backend", "abacus"], "use names backend 'abacus'; installed are"),
         (["--device", "abacus"], "device is 'abacus'; torch knows no such type"),
@@ -207,6 +272,7 @@ def test_chat_template(run, folder, tmp_path):
 )
 def test_wrong_usage(run, folder, options, message):
     model = [] if "--model" in options else ["--model", folder]
+    model += ["--max-new-tokens", 4, *ON_REFERENCE]
     code, out, err = run(*model, *([] if options == [" "] else ["w1"]), *options)
     assert code == 2
     assert out == ""

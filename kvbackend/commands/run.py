@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import model_store
 from ..errors import ArgumentError
+from ..planner.schemes import POLICIES, parse
 from ._output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ..integrations.transformers import PagedCache
 
 DEFAULT_PROMPT = "The capital of France is"
-KV_FORMATS = ("auto", "fp32", "bf16", "fp16")
 MAX_BLOCK_SIZE = 1 << 16  # tokens; far past every kernel's pages, and still little memory
 DTYPES = ("float32", "bfloat16", "float16")
 _EPILOG = f"""
@@ -51,11 +51,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--chat", action="store_true", help="the prompt is a question, put into the model's chat template"
     )
-    cache = parser.add_argument_group("the cache")
+    cache = parser.add_argument_group("the cache", "tokens are evicted, then projected, then stored in the format")
     cache.add_argument(
-        "--kv-format", choices=KV_FORMATS, default="auto", help="how tokens are stored; default: auto, as --dtype says"
+        "--kv-format",
+        metavar="SCHEME",
+        help="how tokens are stored, as for `kvbackend plan`: fp8_e4m3, int8/int4 (K/V), 'fp8_e4m3,0-7=fp4_e2m1' "
+        "(layers 0 to 7); default: auto, as --dtype says",
     )
-    cache.add_argument("--block-size", type=positive, default=16, metavar="N", help="tokens of a page; default: 16")
+    cache.add_argument("--keep-recent", type=count, metavar="W", help="last tokens that stay in full precision too")
+    cache.add_argument("--keep-sinks", type=count, metavar="S", help="first tokens, likewise")
+    cache.add_argument(
+        "--evict",
+        metavar="POLICY:KEEP[:NAME=VALUE...]",
+        help=f"tokens (512) or share of the prompt (25%%) that stay; POLICY is {', '.join(POLICIES)}; NAME is an "
+        "argument of the policy (sinks, recent, observed ...), or summary: rows that stand for evicted tokens",
+    )
+    cache.add_argument(
+        "--low-rank",
+        metavar="RATIOS",
+        help="dims of a head divided by these, first layer to last: 2, or 1/1/2/2/4/4; fitted to a built-in text. Or "
+        "the file of a kvbackend.compress.Calibration",
+    )
+    cache.add_argument(
+        "--block-size", type=positive, metavar="N", help="tokens of a page; default: 16, or what the format needs"
+    )
     where = parser.add_argument_group("where it runs")
     where.add_argument("--device", default="auto", help="auto, cpu, cuda, npu; default: the best that a backend serves")
     where.add_argument("--dtype", choices=DTYPES, help="of the model; default: float32 on cpu, else bfloat16")
@@ -73,11 +92,30 @@ def positive(text: str) -> int:
     return number
 
 
+def count(text: str) -> int:
+    """A number of 0 or more."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return number
+
+
+def scheme_of(args: argparse.Namespace) -> str:
+    """The scheme that the options for the cache make together."""
+    parts = [args.kv_format or "auto"]
+    parts += [f"{name}={value}" for name, value in (("recent", args.keep_recent), ("sinks", args.keep_sinks)) if value]
+    parts += [f"evict={args.evict}"] if args.evict else []
+    if args.low_rank and not os.path.exists(args.low_rank):
+        parts.append(f"ratios={args.low_rank}")
+    return ",".join(parts)
+
+
 def main(args: argparse.Namespace) -> int:
     """Run the command."""
     if not args.prompt.strip():
         raise ArgumentError("prompt is empty; the model needs at least one word: write one")
-    if args.block_size > MAX_BLOCK_SIZE:
+    scheme = parse(scheme_of(args))
+    if args.block_size and args.block_size > MAX_BLOCK_SIZE:
         raise ArgumentError(
             f"--block-size is {args.block_size}; a page holds 1 to {MAX_BLOCK_SIZE} tokens: pass 16, 64 or 256"
         )
@@ -88,6 +126,7 @@ def main(args: argparse.Namespace) -> int:
             quieten_transformers()
             from .. import use
             from ..integrations.transformers import new_cache, patch
+            from ..integrations.transformers.schemes import calibrated, options_of
 
             if args.backend:
                 chosen.enter_context(use(args.backend))
@@ -97,13 +136,21 @@ def main(args: argparse.Namespace) -> int:
             dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
             tokenizer, model = load(folder, dtype, device)
             inputs = encode(tokenizer, model, args.prompt, args.chat, args.max_new_tokens).to(device)
-            patch(model, block_size=args.block_size, kv_format=args.kv_format)
+
+            def calibration(path: str | None = None) -> Any:
+                step("fitting the low-rank projections", more=True)
+                return calibrated(model, tokenizer, path)
+
+            cached = options_of(scheme, model, calibration, args.block_size)
+            if args.low_rank and os.path.exists(args.low_rank):
+                cached["low_rank"] = calibration(args.low_rank)
+            patch(model, **cached)
             options: dict[str, Any] = dict(inputs, do_sample=False, pad_token_id=tokenizer.pad_token_id)
             step("warming up")
             model.generate(**options, max_new_tokens=2)
             step("decoding")
         prompt_tokens = inputs["input_ids"].shape[1]
-        cache = new_cache(model, num_blocks=-(-(prompt_tokens + args.max_new_tokens) // args.block_size))
+        cache = new_cache(model, num_blocks=-(-(prompt_tokens + args.max_new_tokens) // cached["block_size"]))
         streamer = make_streamer(tokenizer, show=not args.json)
         if not args.json and not args.chat:
             print(args.prompt, end="", flush=True)
@@ -120,7 +167,8 @@ def main(args: argparse.Namespace) -> int:
         "token_ids": token_ids,
         **streamer.clock.rates(prompt_tokens),
         **cache_figures(cache),
-        "kv_format": args.kv_format,
+        "kv_format": args.kv_format or "auto",
+        "scheme": scheme.name,
         "backends": cache.backends,
     }
     if args.verify:
@@ -284,15 +332,17 @@ def make_streamer(tokenizer: Any, show: bool) -> Any:
 
 def cache_figures(cache: PagedCache) -> dict[str, Any]:
     """What the cache takes, and what it would take in fp16 at the same number of pages."""
-    pages = cache.pages
-    assert pages is not None
-    fp16 = pages.bytes_per_token * 2 // pages.dtype.itemsize
+    store = cache.store
+    assert store is not None
+    pages, layers = store.pages, len(cache.layers)
     return {
         "cache_tokens": cache.tokens,
-        "cache_bytes": pages.blocks_used * pages.block_bytes,
-        "cache_bytes_fp16": pages.blocks_used * pages.block_size * fp16,
-        "bytes_per_token": pages.bytes_per_token,
-        "bytes_per_token_fp16": fp16,
+        "cache_rows": round(sum(store.held(layer) for layer in range(layers)) / layers, 2),
+        "cache_bytes": cache.cache_bytes,
+        "cache_bytes_fp16": cache.cache_bytes_fp16,
+        "projection_bytes": store.projection_bytes,
+        "bytes_per_token": store.bytes_per_row,
+        "bytes_per_token_fp16": cache.bytes_per_token_fp16,
         "block_size": pages.block_size,
         "pages_used": pages.blocks_used,
         "pages_total": pages.blocks_total,
@@ -320,6 +370,10 @@ def table(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "decode", f"{decode:,} tokens/s ({len(document['token_ids'])} tokens)" if decode else "-"
     yield "cache per token", f"{per_token:,} bytes ({per_token / fp16:.2f} of fp16's {fp16:,})"
     total, total_fp16 = document["cache_bytes"], document["cache_bytes_fp16"]
+    if document["cache_rows"] != document["cache_tokens"]:
+        yield "rows kept", f"{document['cache_rows']:g} of {document['cache_tokens']} tokens, a layer's mean"
+    if document["projection_bytes"]:
+        yield "projections", f"{document['projection_bytes']:,} bytes, with the weights"
     yield "cache in all", f"{total:,} bytes ({total / total_fp16:.2f} of fp16's {total_fp16:,})"
     used, size = document["pages_used"], document["block_size"]
     yield "pages used", f"{used} of {document['pages_total']}, {size} tokens each"

@@ -123,7 +123,14 @@ class EvictingCache:
         self._by_layer = self.num_layers != held
         self._check_cache()
         self._check_policy()
-        shape, device = (cache.pool.num_blocks, cache.block_size), cache.device
+        self._allocate(cache.pool.num_blocks)
+        self._sequences: dict[int, _State] = {}
+        self._next_id = 0
+
+    def _allocate(self, num_blocks: int) -> None:
+        """Positions and biases beside the pages of so many blocks, all 0."""
+        cache, policy = self.cache, self.policy
+        shape, device = (num_blocks, cache.block_size), cache.device
         heads = [spec.kv_heads if isinstance(spec, GqaLayer) else 1 for spec in cache.specs]
         # positions [nb, bs, Hk | 1], one for all layers that keep the same tokens
         one = torch.zeros(*shape, 1, dtype=torch.int32, device=device) if policy.by_position else None
@@ -137,9 +144,15 @@ class EvictingCache:
             pages[..., 0] if pages.shape[2] == 1 else torch.zeros(*shape, dtype=torch.int32, device=device)
             for pages in self._positions
         ]
-        self._bias = [torch.zeros(*shape, count, device=device) if summary_slots else None for count in heads]
-        self._sequences: dict[int, _State] = {}
-        self._next_id = 0
+        self._bias = [torch.zeros(*shape, count, device=device) if self.summary_slots else None for count in heads]
+
+    def grow(self, num_blocks: int) -> None:
+        """Have so many blocks from now on, as `PagedCache.grow`; what `batch` gave out before is stale."""
+        before = self._companions()
+        self.cache.grow(num_blocks)
+        self._allocate(num_blocks)
+        for old, new in zip(before, self._companions(), strict=True):
+            new[: len(old)] = old
 
     def _check_cache(self) -> None:
         for name in self.cache.kv_formats:
@@ -255,6 +268,11 @@ class EvictingCache:
             batch["key_bias"] = self._bias[pages]
         return batch
 
+    def key_arguments(self, layer: int) -> dict[str, Any]:
+        """The keys that queries of a layer meet, by the names of accumulate_scores' arguments."""
+        arguments: dict[str, Any] = self.pages(layer).key_arguments
+        return arguments
+
     def positions(self, seqs: Sequence[int], q_lens: Sequence[int]) -> Tensor:
         """[sum(q_lens)] int64: what RoPE turns the queries of the last tokens by, and their keys before caching.
 
@@ -287,7 +305,7 @@ class EvictingCache:
             batch = self.batch(layer, seqs, q_lens)
             longest = max((self.rows(seq, layer) for seq in seqs), default=0)
             mass = torch.zeros(len(states), pages.key_cache.shape[2], longest, device=q.device)
-            ops.accumulate_scores(q, **pages.key_arguments, **batch, scores=mass, **options)
+            ops.accumulate_scores(q, **self.key_arguments(layer), **batch, scores=mass, **options)
             for index, (seq, state) in enumerate(zip(seqs, states, strict=True)):
                 observed, rows = state.layers[layer], self.rows(seq, layer)
                 total = mass[index, :, :rows].clone()
@@ -408,7 +426,7 @@ class EvictingCache:
                 if self.summary_slots:
                     batch |= {"key_bias": self._bias[self._pages_of(layer)]}
                 scores = torch.zeros(1, pages.key_cache.shape[2], cut.rows, device=self.cache.device)
-                arguments = {**pages.key_arguments, **batch, **observed.options}
+                arguments = {**self.key_arguments(layer), **batch, **observed.options}
                 ops.accumulate_scores(observed.queries, **arguments, scores=scores)
                 scores = scores[0]
         if not bool(scores.isfinite().all()):

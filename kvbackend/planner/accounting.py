@@ -247,7 +247,9 @@ class Cache:
         if rows.holds != "heads" or not (self.scheme.rank or self.scheme.ratios):
             return rows
         layers = len(self.model.layers)
-        vectors = (Vector(v.name, v.heads, ranks(self.scheme, layers, v.dim)[index]) for v in rows.vectors)
+        vectors = (
+            Vector(v.name, v.heads, ranks(self.scheme, layers, v.dim, v.name == "value")[index]) for v in rows.vectors
+        )
         return replace(rows, vectors=tuple(vectors))
 
 

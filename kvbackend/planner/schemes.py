@@ -1,7 +1,8 @@
 """A scheme: how a cache is compressed, written as one string, such as "int4:64,recent=128,keep=4096".
 
 The string is a format, then settings. `+` joins the format of K and V (or of the one row) with that of index keys, `/`
-gives K and V different formats: "int8/int4:32", "v4_fp8_584+index_fp8_132".
+gives K and V different formats: "int8/int4:32", "v4_fp8_584+index_fp8_132". The planner counts a scheme, `kvbackend
+run` runs it.
 """
 
 from __future__ import annotations
@@ -16,16 +17,38 @@ from .shapes import Model, Rows
 
 # Settings of a scheme, each with what it does: the one list behind the parser, its messages and the command's help.
 SETTINGS = {
-    "rank": "project K and V of every head to this many dims (low rank)",
+    "rank": "project K and V of every head to this many dims (low rank), or K/V to different ones, such as 32/64",
     "ratios": "low rank per layer: dims divided by each ratio, such as 1/1/2/2/4/4/4/4, stretched over the layers",
     "keep": "tokens that eviction keeps per sequence, as a number or as a share such as 25%",
+    "evict": "the same with its policy, POLICY:KEEP[:NAME=VALUE...], such as snapkv:25% or h2o:512:summary=8",
     "recent": "last tokens kept in bf16",
     "sinks": "first tokens kept in bf16",
     "window": "format of the window rows of compressed attention (DeepSeek-V4 and V4.1)",
 }
 
+# Policies of `evict`, and their classes in kvbackend.compress. NAMEs are the arguments of these, and the two below.
+POLICIES = {
+    "window": "SlidingWindow",
+    "streaming": "StreamingLLM",
+    "h2o": "H2O",
+    "tova": "TOVA",
+    "snapkv": "SnapKV",
+    "pyramidkv": "PyramidKV",
+    "l2norm": "L2Norm",
+}
+ROWS_OF_BUDGET = {"summary": "summary_slots", "slack": "slack"}  # arguments of kvbackend.compress.EvictingCache
+
 # What the last and first tokens are kept in, and the groups that KIVI leaves open.
 FULL_PRECISION = "bf16"
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A policy, the tokens or the share that it keeps, and its settings as they were written."""
+
+    policy: str
+    keep: int | Fraction
+    settings: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,8 +61,10 @@ class Scheme:
     index: str | None = None
     window: str | None = None
     rank: int | None = None
+    value_rank: int | None = None
     ratios: tuple[int, ...] = ()
     keep: int | Fraction | None = None
+    evict: Eviction | None = None
     recent: int = 0
     sinks: int = 0
     by_layer: tuple[tuple[int, int, str], ...] = field(default=())
@@ -82,6 +107,7 @@ def _or_native(name: str, native: str) -> str:
 def parse(text: str) -> Scheme:
     """The scheme that a string describes. Raises ArgumentError for unknown formats, settings and values."""
     head, *settings = [part.strip() for part in text.split(",")]
+    head = "native" + head[4:] if re.match(r"auto($|\W)", head) else head
     rows, plus, index = head.partition("+")
     key, slash, value = rows.partition("/")
     if not key:
@@ -97,13 +123,41 @@ def parse(text: str) -> Scheme:
         if span := re.fullmatch(r"(\d+)(?:-(\d+))?", name):
             _check_format(given)
             by_layer.append((int(span[1]), int(span[2] or span[1]), given))
+        elif name == "evict":
+            found["evict"] = evict = parse_eviction(given)
+            found["keep"] = evict.keep
+        elif name == "rank":
+            key_rank, slash, value_rank = given.partition("/")
+            found["rank"] = _whole(name, key_rank, 1)
+            found["value_rank"] = _whole(name, value_rank, 1) if slash else None
         elif name in SETTINGS:
             found[name] = _value(name, given)
         else:
             raise ArgumentError(f"the scheme {text!r} has {name!r}; settings are {_settings()}: choose one of these")
     if "rank" in found and "ratios" in found:
         raise ArgumentError(f"the scheme {text!r} has rank and ratios; both set the rank of a layer: give one of them")
+    if "evict" in found and any(setting.startswith("keep") for setting in settings):
+        raise ArgumentError(f"the scheme {text!r} has keep and evict; both say how many tokens stay: give one of them")
     return Scheme(text, by_layer=tuple(by_layer), **found)  # type: ignore[arg-type]
+
+
+def parse_eviction(text: str) -> Eviction:
+    """POLICY:KEEP[:NAME=VALUE...]; whether a policy takes a NAME is known where it is made."""
+    policy, *rest = text.split(":")
+    if policy not in POLICIES or not rest:
+        raise ArgumentError(
+            f"evict is {text!r}; it must be POLICY:KEEP, POLICY one of {', '.join(POLICIES)}: write snapkv:25% or "
+            f"streaming:512:sinks=4"
+        )
+    settings = []
+    for setting in rest[1:]:
+        name, equals, given = setting.partition("=")
+        if not equals or not given:
+            raise ArgumentError(f"evict is {text!r} with {setting!r}; after KEEP come NAME=VALUE: write summary=8")
+        settings.append((name, given))
+    keep = _value("keep", rest[0])
+    assert isinstance(keep, int | Fraction)
+    return Eviction(policy, keep, tuple(settings))
 
 
 def _settings() -> str:
@@ -150,16 +204,17 @@ def is_kivi(name: str) -> bool:
     return name not in (*formats.record_names(), "native") and formats.get(name).granularity == "kivi"
 
 
-def ranks(scheme: Scheme, num_layers: int, dim: int) -> list[int]:
-    """The rank of each layer for vectors of `dim` numbers; `dim` itself where nothing is projected.
+def ranks(scheme: Scheme, num_layers: int, dim: int, value: bool = False) -> list[int]:
+    """The rank of each layer for keys, or values, of `dim` numbers; `dim` itself where nothing is projected.
 
     A ratio list is stretched over the layers, each entry for as many in order; the rank is dim / ratio rounded to a
     multiple of 16, and 16 at least.
     """
-    if scheme.rank is not None:
-        if scheme.rank > dim:
-            raise ArgumentError(f"rank is {scheme.rank}; a head has {dim} dims: choose a rank up to {dim}")
-        return [scheme.rank] * num_layers
+    rank = scheme.value_rank if value and scheme.value_rank else scheme.rank
+    if rank is not None:
+        if rank > dim:
+            raise ArgumentError(f"rank is {rank}; a head has {dim} dims: choose a rank up to {dim}")
+        return [rank] * num_layers
     if not scheme.ratios:
         return [dim] * num_layers
     if num_layers % len(scheme.ratios):

@@ -19,7 +19,7 @@ from kvbackend import cache as paging
 from kvbackend.cache import OutOfBlocks
 from kvbackend.integrations import transformers as integration
 from kvbackend.integrations.transformers import attention, new_cache, patch, patching, unpatch
-from kvbackend.integrations.transformers.cache import Step, moved
+from kvbackend.integrations.transformers.cache import Step
 
 from .models import MODELS, NEW_TOKENS, build, cache_of, eager, generate, model_of, prompt
 
@@ -255,33 +255,6 @@ def test_selecting_rows(patched):
     assert cache.pages.blocks_used == 5
 
 
-@pytest.mark.parametrize("lengths", [(9,), (9, 9), (8, 12, 3), (5, 0, 11)])
-def test_moving_to_a_larger_pool(lengths):
-    """Forks that went their own ways keep their rows, and share what they shared."""
-    pages = paging.PagedCache([paging.GqaLayer(1, 2)] * 2, 64, 4, torch.float32)
-    trunk = pages.new_sequence()
-
-    def write(row, count):
-        slots = pages.append(row, count)
-        for layer in pages.layers:
-            layer.write(slots, torch.randn(count, 1, 2), torch.randn(count, 1, 2))
-
-    write(trunk, 10)
-    rows = []
-    for length in lengths:
-        rows.append(pages.fork(trunk))
-        pages.truncate(rows[-1], min(length, 7))
-        write(rows[-1], length - pages.length(rows[-1]))
-    pages.free(trunk)
-    target, new_rows = moved(pages, rows, 100)
-    assert (target.blocks_total, target.blocks_used) == (100, pages.blocks_used)
-    for old, new in zip(rows, new_rows, strict=True):
-        assert target.length(new) == pages.length(old)
-        for layer in range(2):
-            for ours, expected in zip(target.read(layer, new), pages.read(layer, old), strict=True):
-                assert torch.equal(ours, expected)
-
-
 def test_out_of_blocks_changes_nothing(patched):
     model = patched("llama", num_blocks=5)
     name = patching.cache_argument(model)
@@ -442,9 +415,9 @@ def test_versions_that_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (dict(kv_format="int3"), "kv_format is 'int3'; pages of transformers models take auto, fp32, bf16, fp16"),
+        (dict(kv_format="int3"), "kv_format is 'int3'; it must be one of fp32, fp16, bf16, fp8_e4m3"),
         (dict(dtype=torch.int8), "dtype is torch.int8"),
-        (dict(kv_format="fp16", dtype=torch.float32), "they must agree"),
+        (dict(kv_format="fp16", dtype=torch.float32), "rows that are not codes have one dtype"),
         (dict(block_size=0), "block_size is 0"),
         (dict(num_blocks=0), "num_blocks is 0"),
     ],
@@ -510,7 +483,7 @@ def test_masks_that_are_refused():
 
 def test_padding_comes_out_as_zeros():
     keep = torch.tensor([False, True, True, True])
-    step = Step(2, (2, 2), [], keep, torch.arange(3))
+    step = Step(2, (2, 2), [], keep)
     rows = step.rows(torch.arange(1.0, 9.0).view(2, 1, 2, 2))
     assert rows.tolist() == [[[3, 4]], [[5, 6]], [[7, 8]]]
     assert step.padded(rows).tolist() == [[[[0, 0]], [[3, 4]]], [[[5, 6]], [[7, 8]]]]

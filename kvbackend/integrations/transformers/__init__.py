@@ -22,5 +22,16 @@ except ImportError as error:
 from .attention import NAME, register
 from .cache import PagedCache, PagedLayer
 from .patching import new_cache, patch, unpatch, unsupported
+from .store import projections
 
-__all__ = ["NAME", "PagedCache", "PagedLayer", "new_cache", "patch", "register", "unpatch", "unsupported"]
+__all__ = [
+    "NAME",
+    "PagedCache",
+    "PagedLayer",
+    "new_cache",
+    "patch",
+    "projections",
+    "register",
+    "unpatch",
+    "unsupported",
+]

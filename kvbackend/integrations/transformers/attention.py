@@ -13,9 +13,9 @@ from transformers.masking_utils import causal_mask_function
 
 from ... import ops
 from ...cache import GqaLayer, MlaLayer
-from ...dispatch import explain
 from ...errors import ArgumentError
 from .cache import HANDLE, PagedCache, PagedLayer, Step
+from .store import Store
 
 NAME = "kvbackend"
 WINDOW = "_kvbackend_window"  # attribute of a mask: the window it stands for, or None
@@ -118,52 +118,61 @@ def attention(
     dims = key.shape[1], key.shape[-1], value.shape[-1]
     spec = MlaLayer(*dims[1:]) if latent else GqaLayer(*dims)
     step = owner.step(layer, spec, query, mask, key.dtype)
-    assert owner.pages is not None
-    pages = owner.pages.layers[layer.index]
+    store = owner.store
+    assert store is not None
+    dtype = store.pages.dtype
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     q, k, v = step.rows(query), step.rows(key), step.rows(value)
     if latent:
-        out = _latent_attention(module, owner, step, pages.caches, q, k[:, 0], v[:, 0], scaling)
+        out = _latent_attention(module, owner, layer.index, q, k[:, 0], v[:, 0], scaling)
     else:
-        caches, dtype = pages.caches, owner.pages.dtype
-        q = q.to(dtype)
-        _call(owner, "reshape_and_cache", k.to(dtype), v.to(dtype), *caches, step.slots)
+        if owner.options.before_rope:
+            _need_text_positions(step, store, kwargs.get("position_ids"))
         window = getattr(mask, WINDOW, sliding_window)
         options = dict(window=window or -1, softcap=softcap or 0.0, sinks=s_aux)
-        out, _ = _call(owner, "paged_attention", q, *caches, **step.batch, softmax_scale=scaling, **options)
+        out = store.attend(layer.index, q.to(dtype), k.to(dtype), v.to(dtype), scaling, **options)
+    if layer.index == len(owner.layers) - 1:
+        owner.end_forward()
     return step.padded(out.to(query.dtype)), None
 
 
 def _latent_attention(
-    module: Any,
-    owner: PagedCache,
-    step: Step,
-    caches: tuple[Tensor, Tensor],
-    q: Tensor,
-    ckv: Tensor,
-    kpe: Tensor,
-    scaling: float,
+    module: Any, owner: PagedCache, layer: int, q: Tensor, ckv: Tensor, kpe: Tensor, scaling: float
 ) -> Tensor:
-    dtype = caches[0].dtype
+    store = owner.store
+    assert store is not None
+    dtype = store.pages.dtype
     nope, rope, value_dim = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
     # a view, so that weights that change are never stale: [H, nope + v, kv_lora_rank]
     weight = module.kv_b_proj.weight.view(q.shape[1], nope + value_dim, -1)
-    _call(owner, "concat_and_cache_mla", ckv.to(dtype), kpe.to(dtype), *caches, step.slots)
     q_nope, q_pe = q.split([nope, rope], -1)
     q_nope = _call(owner, "absorb_q", q_nope, weight[:, :nope])
     queries = q_nope.to(dtype), q_pe.to(dtype)
-    out, _ = _call(owner, "mla_attention", *queries, *caches, **step.batch, softmax_scale=scaling)
+    out = store.attend_latent(layer, queries, ckv.to(dtype), kpe.to(dtype), scaling)
     projected: Tensor = _call(owner, "project_out", out.to(q.dtype), weight[:, nope:])
     return projected
 
 
-def _call(owner: PagedCache, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call an op; note in the cache who runs it, at its first call."""
+def _need_text_positions(step: Step, store: Store, position_ids: Tensor | None) -> None:
+    """Keys that are turned again at read are turned by the count of real tokens: the model must have done the same."""
+    if step.checked or position_ids is None:
+        return
+    given = position_ids.expand(step.shape).reshape(-1)
+    given = given if step.keep is None else given[step.keep]
+    if not torch.equal(given, store.positions.to(given)):  # type: ignore[union-attr]  # set by append
+        raise ArgumentError(
+            f"position_ids are {given[:4].tolist()}... for tokens {store.positions[:4].tolist()}...; keys that "  # type: ignore[index]
+            f"are kept before RoPE are turned by the count of real tokens: pass the position_ids that generate makes"
+        )
+    step.checked = True
+
+
+def _call(owner: PagedCache, name: str, *args: Any) -> Any:
+    """Call an op; note in the cache who runs it."""
     op = ops.get(name)
-    if owner.backends is not None and name not in owner.backends:
-        owner.backends[name] = explain(op, **op.bind(args, kwargs)).chosen
-    return op(*args, **kwargs)
+    owner.note(name, op.bind(args, {}))
+    return op(*args)
 
 
 def _layer_of_one_call(query: Tensor, key: Tensor, value: Tensor) -> PagedLayer:

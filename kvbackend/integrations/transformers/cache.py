@@ -9,18 +9,19 @@ lengths are worked out once a forward, in its first layer, before anything is wr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ... import cache, formats, ops
+from ... import cache
 from ...cache import GqaLayer, MlaLayer, OutOfBlocks
+from ...dispatch import explain
 from ...errors import ArgumentError
+from .store import Options, Store
 
-NATIVE_FORMATS = ("fp32", "bf16", "fp16")
 MIN_BLOCKS = 16  # of a pool that grows
 HANDLE = "_kvbackend_layer"  # attribute of a key tensor: the layer that its rows belong to
 
@@ -31,11 +32,11 @@ class PagedLayer(CacheLayerMixin):
     _layer_type = None  # transformers registers subclasses by this
     is_sliding = False  # windows are an argument of the op: all layers hold all tokens
     is_compileable = False
-    is_croppable = True
 
     def __init__(self, owner: PagedCache, index: int) -> None:
         super().__init__()
         self.owner = owner
+        self.is_croppable = owner.options.evict is None
         self.index = index
         self.length = 0  # tokens, padding included
 
@@ -85,8 +86,7 @@ class Step:
     shape: tuple[int, int]  # batch, new tokens of each row
     masks: list[Tensor]  # those seen in this forward; the first one counts
     keep: Tensor | None  # [batch * new] bool, the real tokens; None: all
-    slots: Tensor  # [T] of the real tokens
-    batch: dict[str, Any] = field(default_factory=dict)  # arguments of the attention ops
+    checked: bool = False  # whether its positions were compared with the model's
 
     def rows(self, states: Tensor) -> Tensor:
         """states [batch, heads, new, dim] -> real tokens [T, heads, dim]."""
@@ -107,40 +107,55 @@ class PagedCache(Cache):
 
     num_layers   layers of the model; `new_cache(model)` knows them
     block_size   tokens of a block, from 1
-    num_blocks   blocks of the pool; a forward that needs more raises OutOfBlocks before it writes anything, and leaves
-                 the cache as it was. None: the pool starts small and doubles
-    kv_format    how tokens are stored: "fp32", "bf16" or "fp16"; "auto" is the dtype of the model's keys. Attention
-                 then runs in that dtype too
-    dtype        the same as a torch dtype
+    num_blocks   blocks of the pool (for each layer where layers keep different numbers of tokens); a forward that needs
+                 more raises OutOfBlocks before it writes anything, and leaves the cache as it was. None: the pool
+                 starts small and doubles
+    kv_format    how tokens are stored: a name of `kvbackend.formats`, two with a slash for keys and values, or a list
+                 with one for each layer; "auto" is the dtype of the model's keys
+    dtype        of rows that are not codes; attention runs in it too. None: that of the model's keys, or of the plain
+                 format ("fp32", "bf16", "fp16") that kv_format names
+    scales, keep_recent, keep_sinks   as in `kvbackend.cache.PagedCache`
+    evict        a policy of `kvbackend.compress`. One that decides once does so before the first forward of one token;
+                 the others after every forward
+    summary_slots, slack   as in `kvbackend.compress.EvictingCache`
+    low_rank     a Calibration, or a pair of projections (keys, values) for each layer
+    rope_cos_sin the model's table [P, rotary_dim], for low rank and StreamingLLM; `new_cache(model)` knows it
 
+    Tokens are evicted, then projected, then stored in the format.
     `pages` is the `kvbackend.cache.PagedCache` underneath (None before the first forward), with its exact figures.
-    Rows of a beam search share blocks until they differ. All layers keep all tokens: a sliding window bounds what is
-    read, not what is kept. One cache holds one batch; `reset()` empties it for another.
+    Rows of a beam search share blocks until they differ. All layers keep all tokens unless a policy evicts: a sliding
+    window bounds what is read, not what is kept. One cache holds one batch; `reset()` empties it for another.
     """
 
     layers: list[PagedLayer]  # type: ignore[assignment]  # the base class allows more kinds
 
-    def __init__(
-        self,
-        num_layers: int,
-        *,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        kv_format: str = "auto",
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
-            if value is not None and value < 1:
-                raise ArgumentError(f"{name} is {value}; it must be 1 or more: pass how many you want")
+    def __init__(self, num_layers: int, **options: Any) -> None:
+        unknown = sorted(set(options) - set(Options.names()))
+        if unknown:
+            raise ArgumentError(
+                f"PagedCache has no option {', '.join(unknown)}; its options are {', '.join(Options.names())}: choose "
+                f"among these"
+            )
+        self.options = Options(**options)
         super().__init__(layers=[PagedLayer(self, index) for index in range(num_layers)])
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.dtype = page_dtype(kv_format, dtype)
-        self.pages: cache.PagedCache | None = None
+        self.store: Store | None = None
         self.backends: dict[str, str | None] | None = {}  # op -> who ran its first call; None: do not ask
-        self._rows: list[int] = []  # a sequence of `pages` for each row of the batch
         self._seen: Tensor | None = None  # [batch, length] bool: which tokens so far are real
         self._step: Step | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.options.block_size
+
+    @property
+    def pages(self) -> cache.PagedCache | None:
+        """The pages; None before the first forward."""
+        return None if self.store is None else self.store.pages
+
+    @property
+    def _rows(self) -> list[int]:
+        return [] if self.store is None else self.store.rows
 
     # what attention.py asks
 
@@ -163,9 +178,9 @@ class PagedCache(Cache):
                     "tokens: pass one padding mask"
                 )
             step.masks.append(mask)
-        if self.pages is not None and spec != self.pages.specs[layer.index]:
+        if self.store is not None and spec != self.store.spec:
             raise ArgumentError(
-                f"layer {layer.index} has {spec}, the first one {self.pages.specs[0]}; all layers must be alike: this "
+                f"layer {layer.index} has {spec}, the first one {self.store.spec}; all layers must be alike: this "
                 f"model needs another cache, call unpatch(model)"
             )
         return step
@@ -192,38 +207,48 @@ class PagedCache(Cache):
                 "that cannot change: pass the mask of the earlier call, extended"
             )
         counts = real[:, past:].sum(1).tolist()
-        if self.pages is None:
-            num_blocks = self.num_blocks or max(MIN_BLOCKS, 2 * sum(-(-count // self.block_size) for count in counts))
-            specs = [spec] * len(self.layers)
-            self.pages = cache.PagedCache(specs, num_blocks, self.block_size, self.dtype or dtype, mask.device)
-        if not self._rows:
-            self._rows = [self.pages.new_sequence() for _ in range(batch)]
-        if self.num_blocks is None:
-            self._make_room(counts)
-        slots = self.pages.append_batch(self._rows, counts)
+        if self.store is None:
+            size, given = self.options.block_size, self.options.num_blocks
+            num_blocks = given or max(MIN_BLOCKS, 2 * sum(-(-count // size) for count in counts))
+            page_dtype = self.options.page_dtype() or dtype
+            sizes = spec, len(self.layers), num_blocks, page_dtype, mask.device
+            self.store = Store(self.options, *sizes, self.note)
+        if new == 1 and self._decides_once:
+            self.store.evict()
+        self.store.append(counts, grows=self.options.num_blocks is None)
         self._seen = real
         keep = None if sum(counts) == batch * new else real[:, past:].reshape(-1)
-        return Step(length, shape, [mask], keep, slots, self.pages.batch(self._rows, counts))
+        return Step(length, shape, [mask], keep)
 
-    def _make_room(self, counts: Sequence[int]) -> None:
-        """Double the pool if these tokens, and a copy of each row's last block, might not fit."""
-        pages = self.pages
-        assert pages is not None
-        wanted = sum(-(-count // self.block_size) + 1 for count in counts)
-        if wanted > pages.blocks_free:
-            num_blocks = max(2 * pages.blocks_total, pages.blocks_used + wanted)
-            self.pages, self._rows = moved(pages, self._rows, num_blocks)
+    @property
+    def _decides_once(self) -> bool:
+        return self.options.evict is not None and self.options.evict.once
+
+    def end_forward(self) -> None:
+        """After the last layer: policies that evict whenever they can do so now."""
+        if self.store is not None and self.options.evict is not None and not self._decides_once:
+            self.store.evict()
+
+    def evict(self) -> int:
+        """Let the policy decide now, as it does by itself before the first forward of one token; blocks freed."""
+        return 0 if self.store is None else self.store.evict()
+
+    def note(self, name: str, arguments: dict[str, Any]) -> None:
+        """Note who runs an op, at its first call."""
+        if self.backends is not None and name not in self.backends:
+            self.backends[name] = explain(name, **arguments).chosen
 
     # what transformers asks
 
     def reset(self) -> None:
         """Forget all tokens; the pages stay."""
-        for row in self._rows:
-            assert self.pages is not None
-            self.pages.free(row)
+        if self.store is not None:
+            for row in self.store.rows:
+                self.store.sequences.free(row)
+            self.store.rows = []
         for layer in self.layers:
             layer.length = 0
-        self._rows, self._seen, self._step = [], None, None
+        self._seen, self._step = None, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, padding included, and free their blocks."""
@@ -232,10 +257,15 @@ class PagedCache(Cache):
                 f"tokens_to_remove is {tokens_to_remove}; a negative number removes that many tokens: pass "
                 f"{-tokens_to_remove} to remove as many, or subtract the length to keep"
             )
+        if tokens_to_remove and self.options.evict is not None:
+            raise ArgumentError(
+                f"tokens_to_remove is {tokens_to_remove} in a cache that evicts; what was evicted for these tokens "
+                f"would not come back: generate without drafts and lookup, or without evict"
+            )
         length = max(0, self.get_seq_length() + tokens_to_remove)
         for layer in self.layers:
             layer.length = length
-        if self._seen is not None:
+        if self._seen is not None and self.options.evict is None:
             assert self.pages is not None
             self._seen = self._seen[:, :length]
             for row, count in zip(self._rows, self._seen.sum(1).tolist(), strict=True):
@@ -255,12 +285,13 @@ class PagedCache(Cache):
         self._take(torch.arange(len(self._rows))[indices.cpu()].tolist())
 
     def _take(self, indices: Sequence[int]) -> None:
-        if self.pages is None or list(indices) == list(range(len(self._rows))):
+        if self.store is None or list(indices) == list(range(len(self._rows))):
             return
-        forks = [self.pages.fork(self._rows[index]) for index in indices]
+        sequences = self.store.sequences
+        forks = [sequences.fork(self._rows[index]) for index in indices]
         for row in self._rows:
-            self.pages.free(row)
-        self._rows, self._step = forks, None
+            sequences.free(row)
+        self.store.rows, self._step = forks, None
         if self._seen is not None:
             self._seen = self._seen[torch.tensor(indices, device=self._seen.device)]
 
@@ -273,72 +304,34 @@ class PagedCache(Cache):
 
     @property
     def tokens(self) -> int:
-        """Real tokens of all rows; beams that share count each."""
-        return sum(self.pages.length(row) for row in self._rows) if self.pages else 0
+        """Real tokens of all rows, evicted ones included; beams that share count each."""
+        return sum(self.store.tokens(row) for row in range(len(self._rows))) if self.store else 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the blocks in use, with scales, full-precision copies, positions and biases."""
+        return self.store.cache_bytes if self.store else 0
+
+    @property
+    def cache_bytes_fp16(self) -> int:
+        """Bytes of the blocks that the same text would take in fp16, nothing evicted."""
+        if self.store is None:
+            return 0
+        size = self.block_size
+        blocks = sum(-(-self.store.tokens(row) // size) for row in range(len(self._rows)))
+        return blocks * size * self.bytes_per_token_fp16
+
+    @property
+    def bytes_per_token_fp16(self) -> int:
+        """Bytes of a token in all layers in fp16, nothing projected."""
+        return self.store.spec.bytes_per_token(torch.float16) * len(self.layers) if self.store else 0
 
     def rows(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
-        """A copy of what a layer holds of one row of the batch: keys and values, or MLA's latent and rotary part."""
-        if self.pages is None or not 0 <= row < len(self._rows):
+        """A copy of what a layer holds of one row of the batch: keys and values, or MLA's latent and rotary part; as
+        they are stored, low-rank ones included."""
+        if self.store is None or not 0 <= row < len(self._rows):
             raise ArgumentError(f"row is {row}; the cache holds {len(self._rows)} rows: run a forward first")
-        return self.pages.read(layer, self._rows[row])
+        return self.store.read(layer, row)
 
     def __repr__(self) -> str:
         return f"PagedCache({len(self.layers)} layers, {len(self._rows)} rows, {self.pages})"
-
-
-def page_dtype(kv_format: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of the pages; None: that of the model's keys."""
-    if kv_format != "auto" and kv_format not in NATIVE_FORMATS:
-        raise ArgumentError(
-            f"kv_format is {kv_format!r}; pages of transformers models take auto, {', '.join(NATIVE_FORMATS)}: "
-            f"choose one of these"
-        )
-    allowed = {getattr(torch, formats.get(name).storage): name for name in NATIVE_FORMATS}
-    if dtype is not None and dtype not in allowed:
-        raise ArgumentError(f"dtype is {dtype}; pages are {', '.join(map(str, allowed))}: choose one of these")
-    if kv_format == "auto":
-        return dtype
-    wanted: torch.dtype = getattr(torch, formats.get(kv_format).storage)
-    if dtype not in (None, wanted):
-        raise ArgumentError(f"kv_format is {kv_format!r} but dtype is {dtype}; they must agree: pass one of the two")
-    return wanted
-
-
-def moved(pages: cache.PagedCache, rows: Sequence[int], num_blocks: int) -> tuple[cache.PagedCache, list[int]]:
-    """The same sequences in a new cache of num_blocks, sharing what they shared; and their ids there."""
-    target = cache.PagedCache(pages.specs, num_blocks, pages.block_size, pages.dtype, pages.device, pages.layout)
-    lengths = [pages.length(row) for row in rows]
-    old = _tables(pages, rows, lengths)
-    new_rows: list[int] = []
-    mapping: dict[int, int] = {}  # block of the new cache -> block of the old
-    for index, length in enumerate(lengths):
-        shared = [_common(old[index], other) for other in old[:index]]
-        best = max(range(index), key=shared.__getitem__, default=0)
-        if index and shared[best]:
-            row = target.fork(new_rows[best])
-            target.truncate(row, min(shared[best] * pages.block_size, length, lengths[best]))
-        else:
-            row = target.new_sequence()
-        target.append(row, length - target.length(row))
-        new_rows.append(row)
-        mapping.update(zip(_tables(target, [row], [length])[0], old[index], strict=True))
-    pairs = torch.tensor([(source, block) for block, source in mapping.items()], dtype=torch.int64).reshape(-1, 2)
-    for before, after in zip(pages.layers, target.layers, strict=True):
-        for source, copy in zip(before.caches, after.caches, strict=True):
-            ops.swap_blocks(source, copy, pairs)
-    return target, new_rows
-
-
-def _tables(pages: cache.PagedCache, rows: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    table = pages.batch(rows, [0] * len(rows))["block_table"].tolist()
-    return [blocks[: -(-length // pages.block_size)] for blocks, length in zip(table, lengths, strict=True)]
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading blocks two tables share."""
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count

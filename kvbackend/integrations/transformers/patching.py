@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from ...errors import ArgumentError, UnsupportedError
 from .attention import NAME, latent_rows, register
 from .cache import PagedCache
+from .rope import rope_table
 
 TESTED = ((5, 19), (5, 24))  # first and last release line that the tests run against
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -31,24 +31,16 @@ class Patch:
     options: dict[str, Any]
 
 
-def patch(
-    model: Model,
-    *,
-    block_size: int = 16,
-    num_blocks: int | None = None,
-    kv_format: str = "auto",
-    dtype: torch.dtype | None = None,
-) -> Model:
+def patch(model: Model, **options: Any) -> Model:
     """Make a model decode through kvbackend: its attention, its mask, and the cache that `generate` makes.
 
-    model        a causal decoder: Llama-like (MHA, GQA, MQA; sliding windows, softcap, sinks) or DeepSeek-V2/V3-like
-                 (MLA, which then runs absorbed over its latent rows). It is changed in place
-    block_size, num_blocks, kv_format, dtype   as in PagedCache
+    model     a causal decoder: Llama-like (MHA, GQA, MQA; sliding windows, softcap, sinks) or DeepSeek-V2/V3-like (MLA,
+              which then runs absorbed over its latent rows). It is changed in place
+    options   those of PagedCache: block_size, num_blocks, kv_format, keep_recent, evict, low_rank and so on
     Returns the model. Raises UnsupportedError with every reason if the model has what the ops cannot express; it is
     unchanged then. `unpatch(model)` takes everything back. Patching again changes the options.
     """
-    options = dict(block_size=block_size, num_blocks=num_blocks, kv_format=kv_format, dtype=dtype)
-    PagedCache(1, **options)  # type: ignore[arg-type]  # wrong options are told now, not at the first generate
+    PagedCache(1, **options)  # wrong options are told now, not at the first generate
     unpatch(model)
     reasons = list(unsupported(model))
     if reasons:
@@ -82,7 +74,10 @@ def new_cache(model: PreTrainedModel, **options: Any) -> PagedCache:
     """An empty PagedCache for a model, with the options of its `patch` unless given here."""
     done = getattr(model, "_kvbackend", None)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    return PagedCache(num_layers, **{**(done.options if done else {}), **options})
+    options = {**(done.options if done else {}), **options}
+    if "rope_cos_sin" not in options and PagedCache(1, **options).options.before_rope:
+        options["rope_cos_sin"] = rope_table(model)
+    return PagedCache(num_layers, **options)
 
 
 def cache_argument(model: PreTrainedModel) -> str:

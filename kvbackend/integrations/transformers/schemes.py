@@ -1,0 +1,162 @@
+"""A scheme, such as "fp4_e2m1,rank=32,evict=snapkv:25%", as options of a PagedCache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import compress, formats, texts
+from ...compress import Calibration, Policy
+from ...errors import ArgumentError
+from ...planner.schemes import FULL_PRECISION, POLICIES, ROWS_OF_BUDGET, Eviction, Scheme, parse, ranks
+from .store import projections
+
+DEFAULT_BLOCK = 16  # tokens
+
+
+def options_of(
+    scheme: str | Scheme,
+    model: Any,
+    calibration: Callable[[], Calibration] | None = None,
+    block_size: int | None = None,
+) -> dict[str, Any]:
+    """The options that make `patch` or `new_cache` of a model store tokens as a scheme says.
+
+    scheme        as for `kvbackend plan`; "auto" or "native" is the dtype of the model's keys
+    model         a transformers model, patched or not
+    calibration   called where the scheme has a rank: projections of at least its ranks. None: refused
+    block_size    None: 16, or the group of tokens that a format codes together
+    """
+    wanted = parse(scheme) if isinstance(scheme, str) else scheme
+    config = model.config.get_text_config(decoder=True)
+    num_layers = config.num_hidden_layers
+    names = _formats(wanted, num_layers)
+    spans = [
+        fmt.group
+        for name in dict.fromkeys(names)
+        for side in formats.pair(name)
+        if side != "auto" and (fmt := formats.get(side)).granularity == "kivi"
+    ]
+    options: dict[str, Any] = dict(
+        kv_format=names[0] if len(set(names)) == 1 else names,
+        block_size=block_size or max([DEFAULT_BLOCK, *(span for span in spans if span)]),
+        keep_recent=wanted.recent,
+        keep_sinks=wanted.sinks,
+    )
+    if (wanted.recent or wanted.sinks) and model.dtype is torch.float32:
+        options["dtype"] = getattr(torch, formats.get(FULL_PRECISION).storage)
+    if wanted.evict is not None:
+        options |= eviction_of(wanted.evict)
+    elif wanted.keep is not None:
+        raise ArgumentError(
+            f"the scheme {wanted.name!r} has keep without a policy; which tokens stay must be said to run it: write "
+            f"evict=snapkv:{wanted.keep}"
+        )
+    if wanted.rank or wanted.ratios:
+        options["low_rank"] = _low_rank(wanted, num_layers, calibration)
+    return options
+
+
+def _formats(scheme: Scheme, num_layers: int) -> list[str]:
+    """The kv_format of every layer."""
+    if scheme.index or scheme.window:
+        raise ArgumentError(
+            f"the scheme {scheme.name!r} names a format of index keys or windows; the models that are run here have "
+            f"none: leave + and window out"
+        )
+    if out := [last for _, last, _ in scheme.by_layer if last >= num_layers]:
+        raise ArgumentError(
+            f"the scheme {scheme.name!r} names layer {max(out)}; the model has layers 0 to {num_layers - 1}: stay "
+            f"within these"
+        )
+    own = (scheme.key, scheme.value or scheme.key)
+    named = []
+    for layer in range(num_layers):
+        sides = own
+        for first, last, name in scheme.by_layer:
+            if first <= layer <= last:
+                sides = (name, name)
+        for side in sides:
+            if side in formats.record_names():
+                formats.get(side)  # says that a record is no format of a split cache
+        key, value = ("auto" if side == "native" else side for side in sides)
+        named.append(key if key == value else f"{key}/{value}")
+    return named
+
+
+def eviction_of(eviction: Eviction) -> dict[str, Any]:
+    """`evict`, `summary_slots` and `slack` of a PagedCache."""
+    made: Any = getattr(compress, POLICIES[eviction.policy])
+    known = {field.name: field.default for field in fields(made) if field.default is not MISSING}
+    policy: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for name, given in eviction.settings:
+        if name in ROWS_OF_BUDGET:
+            options[ROWS_OF_BUDGET[name]] = _number(name, given)
+        elif name in known:
+            policy[name] = given if isinstance(known[name], str) else _number(name, given)
+            if isinstance(known[name], bool):
+                policy[name] = bool(policy[name])
+        else:
+            raise ArgumentError(
+                f"evict has {name}={given}; {eviction.policy} takes {', '.join([*known, *ROWS_OF_BUDGET])}: choose "
+                f"among these"
+            )
+    keep = eviction.keep
+    chosen: Policy = made(float(keep) if isinstance(keep, Fraction) else keep, **policy)
+    return {"evict": chosen, **options}
+
+
+def _number(name: str, given: str) -> int:
+    if not given.isdigit():
+        raise ArgumentError(f"{name} is {given!r} in evict; it must be a whole number (0 and 1 for no and yes): fix it")
+    return int(given)
+
+
+def _low_rank(scheme: Scheme, num_layers: int, calibration: Callable[[], Calibration] | None) -> Any:
+    if calibration is None:
+        raise ArgumentError(
+            f"the scheme {scheme.name!r} has a rank but there is no calibration; projections are fitted to a model: "
+            f"pass one, or its file"
+        )
+    found = calibration()
+    dim, most = found.about["head_dim"], found.key_ranks + found.value_ranks
+    wanted = [ranks(scheme, num_layers, dim, value) for value in (False, True)]
+    if any(rank < dim and rank > have for rank, have in zip(wanted[0] + wanted[1], most, strict=True)):
+        raise ArgumentError(
+            f"the scheme {scheme.name!r} wants ranks up to {max(r for r in wanted[0] + wanted[1] if r < dim)}; the "
+            f"calibration has {min(most)}: calibrate with a higher rank"
+        )
+    return projections(found, *wanted)
+
+
+def calibrated(model: Any, tokenizer: Any, path: str | Path | None = None, text: str | None = None) -> Calibration:
+    """The calibration in a file; or one of all ranks below head_dim, fitted to the beginning of a text.
+
+    model   not patched. text: None is the built-in one; its first tokens are taken, which `kvbackend eval` never scores
+    """
+    if path is not None:
+        found = Calibration.load(path)
+        config = model.config.get_text_config(decoder=True)
+        if found.about["num_layers"] != config.num_hidden_layers or found.about["model"] != config.model_type:
+            raise ArgumentError(
+                f"{path} was fitted to {found.about['model']} of {found.about['num_layers']} layers; this model is "
+                f"{config.model_type} of {config.num_hidden_layers}: calibrate this one"
+            )
+        return found
+    dims = [module.head_dim for module in model.modules() if hasattr(module, "k_proj") and hasattr(module, "head_dim")]
+    if not dims:
+        raise ArgumentError(
+            f"{type(model).__name__} has no k_proj; low rank is for Llama-like decoders: leave the rank out"
+        )
+    ids = texts.first_tokens(tokenizer, texts.builtin() if text is None else text, texts.CALIBRATION_TOKENS)
+    context = model.config.max_position_embeddings
+    return compress.calibrate(model, list(ids.split(min(1024, context))), rank=max(1, dims[0] - 1))
+
+
+__all__ = ["calibrated", "eviction_of", "options_of"]
