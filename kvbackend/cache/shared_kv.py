@@ -159,6 +159,21 @@ class SharedKvPages:
             sizes.ring(layer, layer.index_dim) if layer.compresses_index else None,
         )
 
+    def grown(self, sizes: Sizes, earlier: Sequence[SharedKvPages]) -> SharedKvPages:
+        """The same rows in more blocks, after the grown pages of the layers before it."""
+        if self.layer.source is not None:
+            owner = earlier[self.layer.source]
+            return replace(self, sizes=sizes, compressed=owner.compressed, index_keys=owner.index_keys)
+
+        def enlarged(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            larger = tensor.new_empty(sizes.num_blocks, *tensor.shape[1:])
+            larger[: len(tensor)] = tensor
+            return larger
+
+        return replace(self, sizes=sizes, compressed=enlarged(self.compressed), index_keys=enlarged(self.index_keys))
+
     @property
     def entries(self) -> int:
         """Compressed rows of a block."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
@@ -188,6 +188,20 @@ class SharedKvCache:
             sequence.table += [next(blocks) for _ in range(new)]
             sequence.length += count
             sequence.seen = max(sequence.seen, sequence.length)
+
+    def grow(self, num_blocks: int) -> None:
+        """Have so many blocks from now on; sequences and their blocks stay. `layers` are new objects."""
+        if num_blocks < self.sizes.num_blocks:
+            raise ArgumentError(
+                f"num_blocks is {num_blocks}; the cache has {self.sizes.num_blocks} and can only grow: pass at least "
+                f"that"
+            )
+        self.sizes = replace(self.sizes, num_blocks=num_blocks)
+        pages: list[SharedKvPages] = []
+        for before in self.layers:
+            pages.append(before.grown(self.sizes, pages))
+        self.layers = tuple(pages)
+        self.pool.grow(num_blocks)
 
     def fork(self, seq: int) -> int:
         """The id of a new sequence with the same tokens: it shares all blocks, and has a copy of the rings."""

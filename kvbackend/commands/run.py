@@ -125,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
             step("importing torch and transformers", count=False)
             quieten_transformers()
             from .. import use
-            from ..integrations.transformers import new_cache, patch
+            from ..integrations.transformers import PagedCache, new_cache, patch
             from ..integrations.transformers.schemes import calibrated, options_of
 
             if args.backend:
@@ -151,6 +151,11 @@ def main(args: argparse.Namespace) -> int:
             step("decoding")
         prompt_tokens = inputs["input_ids"].shape[1]
         cache = new_cache(model, num_blocks=-(-(prompt_tokens + args.max_new_tokens) // cached["block_size"]))
+        if not isinstance(cache, PagedCache):
+            raise ArgumentError(
+                f"model is {name}, whose attention is sparse; run tells the figures of dense caches only: call patch "
+                f"and generate from Python"
+            )
         streamer = make_streamer(tokenizer, show=not args.json)
         if not args.json and not args.chat:
             print(args.prompt, end="", flush=True)

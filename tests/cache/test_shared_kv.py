@@ -252,6 +252,27 @@ def test_running_out_changes_nothing():
     assert cache.pool.ref_count(0) == 1
 
 
+def test_grows_in_place():
+    layers = [SharedKvLayer(4, True, 3, True), SharedKvLayer(4, True, 3, source=0)]
+    cache = small(layers, num_blocks=1)
+    seq = cache.new_sequence()
+    cache.append(seq, 7)
+    before = [tensor.fill_(7.0) for pages in cache.layers for tensor in pages.by_block]
+    rings = [tensor for pages in cache.layers for tensor in pages.by_sequence]
+    with pytest.raises(OutOfBlocks):
+        cache.append(seq, 2)
+    cache.grow(3)
+    cache.append(seq, 2)
+    assert ints(cache.batch([seq], [0]).block_table) == [[0, 1]]
+    for old, new in zip(before, (t for pages in cache.layers for t in pages.by_block), strict=True):
+        assert len(new) == 3
+        assert torch.equal(new[:1], old)
+    assert cache.layers[1].compressed is cache.layers[0].compressed
+    assert all(a is b for a, b in zip(rings, (t for p in cache.layers for t in p.by_sequence), strict=True))
+    with pytest.raises(ArgumentError, match="num_blocks is 2; the cache has 3 and can only grow"):
+        cache.grow(2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

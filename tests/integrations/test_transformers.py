@@ -391,8 +391,6 @@ def test_models_that_are_refused():
     refused(AutoModelForSeq2SeqLM.from_config(T5Config(**small)), "it is an encoder-decoder")
     refused(build("mamba", state_size=4), "it keeps state besides keys and values")
     refused(build("llama4_text", intermediate_size_mlp=16, num_local_experts=2), "chunked")
-    indexed = dict(MODELS["deepseek v3"][1], index_topk=4, index_n_heads=2, index_head_dim=8)
-    refused(build("deepseek_v32", **indexed), "selects tokens with an indexer")
     with pytest.raises(UnsupportedError, match="model is Linear"):
         patch(torch.nn.Linear(1, 1))
 

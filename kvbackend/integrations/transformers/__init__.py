@@ -22,12 +22,14 @@ except ImportError as error:
 from .attention import NAME, register
 from .cache import PagedCache, PagedLayer
 from .patching import new_cache, patch, unpatch, unsupported
+from .sparse import SparseCache
 from .store import projections
 
 __all__ = [
     "NAME",
     "PagedCache",
     "PagedLayer",
+    "SparseCache",
     "new_cache",
     "patch",
     "projections",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import transformers
@@ -13,12 +13,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import ArgumentError, UnsupportedError
+from . import families, sparse
 from .attention import NAME, latent_rows, register
 from .cache import PagedCache
 from .rope import rope_table
+from .sparse import SparseCache
+from .store import Options
 
 TESTED = ((5, 19), (5, 24))  # first and last release line that the tests run against
 LAYER_TYPES = ("full_attention", "sliding_attention")
+SPARSE_OPTIONS = {"block_size", "num_blocks"}  # that a SparseCache has too
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -34,15 +38,19 @@ class Patch:
 def patch(model: Model, **options: Any) -> Model:
     """Make a model decode through kvbackend: its attention, its mask, and the cache that `generate` makes.
 
-    model     a causal decoder: Llama-like (MHA, GQA, MQA; sliding windows, softcap, sinks) or DeepSeek-V2/V3-like (MLA,
-              which then runs absorbed over its latent rows). It is changed in place
-    options   those of PagedCache: block_size, num_blocks, kv_format, keep_recent, evict, low_rank and so on
+    model     a causal decoder: Llama-like (MHA, GQA, MQA; sliding windows, softcap, sinks), DeepSeek-V2/V3-like (MLA,
+              which then runs absorbed over its latent rows), or a sparse one, whose attention modules then run through
+              `kvbackend.models`: DeepSeek-V3.2, GLM-5 or DeepSeek-V4. It is changed in place
+    options   those of PagedCache: block_size, num_blocks, kv_format, keep_recent, evict, low_rank and so on; a sparse
+              model has the first two only
     Returns the model. Raises UnsupportedError with every reason if the model has what the ops cannot express; it is
     unchanged then. `unpatch(model)` takes everything back. Patching again changes the options.
     """
     PagedCache(1, **options)  # wrong options are told now, not at the first generate
     unpatch(model)
     reasons = list(unsupported(model))
+    if not reasons and is_sparse(model):
+        reasons = list(_option_reasons(options))
     if reasons:
         raise UnsupportedError(
             f"{type(model).__name__} cannot run through kvbackend:" + "".join(f"\n    {reason}" for reason in reasons)
@@ -52,8 +60,11 @@ def patch(model: Model, **options: Any) -> Model:
     model.set_attn_implementation(NAME)
     # into the instance's own dict: a module's attributes are for tensors and modules
     vars(model)["_kvbackend"] = Patch(previous, options)
-    for module in latent_modules(model):
-        vars(module)["expand_kv"] = latent_rows
+    if is_sparse(model):
+        sparse.patch(families.family_of(model))
+    else:
+        for module in latent_modules(model):
+            vars(module)["expand_kv"] = latent_rows
     if model.can_generate():
         vars(model)["generate"] = functools.partial(generate, model)
     return model
@@ -64,20 +75,40 @@ def unpatch(model: Model) -> Model:
     done = vars(model).pop("_kvbackend", None) if isinstance(model, nn.Module) else None
     if done is not None:
         vars(model).pop("generate", None)
+        sparse.unpatch(model)
         for module in latent_modules(model):
             vars(module).pop("expand_kv", None)
         model.set_attn_implementation(done.previous)
     return model
 
 
-def new_cache(model: PreTrainedModel, **options: Any) -> PagedCache:
-    """An empty PagedCache for a model, with the options of its `patch` unless given here."""
+def new_cache(model: PreTrainedModel, **options: Any) -> PagedCache | SparseCache:
+    """An empty cache for a model, with the options of its `patch` unless given here: a SparseCache for a sparse one."""
     done = getattr(model, "_kvbackend", None)
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     options = {**(done.options if done else {}), **options}
+    if is_sparse(model):
+        sizes = {name: options[name] for name in SPARSE_OPTIONS & options.keys()}
+        return SparseCache(families.family_of(model), **sizes)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if "rope_cos_sin" not in options and PagedCache(1, **options).options.before_rope:
         options["rope_cos_sin"] = rope_table(model)
     return PagedCache(num_layers, **options)
+
+
+def is_sparse(model: PreTrainedModel) -> bool:
+    """Whether the model's whole attention modules run through `kvbackend.models`."""
+    return model.config.model_type in families.FAMILIES
+
+
+def _option_reasons(options: dict[str, Any]) -> Iterator[str]:
+    """Every option that a sparse model does not have."""
+    defaults = {field.name: field.default for field in fields(Options)}
+    given = [name for name, value in options.items() if name not in SPARSE_OPTIONS and value != defaults[name]]
+    if given:
+        yield (
+            f"{', '.join(given)} is given; a sparse model keeps what its layers were trained with, in its own dtype: "
+            f"pass no other option than {' and '.join(sorted(SPARSE_OPTIONS))}"
+        )
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -97,10 +128,11 @@ def generate(model: PreTrainedModel, *args: Any, cache: Any = None, past_key_val
             f"cache_implementation is {other!r}; a patched model generates with kvbackend's pages: drop it, or call "
             f"unpatch(model)"
         )
-    if given is not None and not isinstance(given, PagedCache):
+    wanted = SparseCache if is_sparse(model) else PagedCache
+    if given is not None and not isinstance(given, wanted):
         raise ArgumentError(
-            f"cache is a {type(given).__name__}; a patched model takes a PagedCache: pass new_cache(model), or call "
-            f"unpatch(model)"
+            f"cache is a {type(given).__name__}; a patched model takes a {wanted.__name__}: pass new_cache(model), or "
+            f"call unpatch(model)"
         )
     if given is None and kwargs.get("use_cache", getattr(config, "use_cache", True)) is not False:
         given = new_cache(model)
@@ -128,6 +160,9 @@ def unsupported(model: PreTrainedModel) -> Iterator[str]:
         yield "it has parts besides a text decoder; only that is served: load its text model alone"
     if not model._supports_attention_backend or not model._can_set_attn_implementation():
         yield "its attention is not replaceable (_supports_attention_backend); it must be: use a newer model class"
+    if is_sparse(model):
+        yield from families.unsupported(model)
+        return
     if getattr(model, "_is_stateful", False):
         yield "it keeps state besides keys and values; pages hold keys and values only: use another model"
     strange = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in LAYER_TYPES})
@@ -155,7 +190,7 @@ def _version_reasons() -> Iterator[str]:
 
 def _latent_reasons(module: Any) -> Iterator[str]:
     if getattr(module, "indexer", None) is not None:
-        yield "its MLA selects tokens with an indexer; dense MLA is served: use DeepSeek-V2 or V3"
+        yield "its MLA selects tokens with an indexer; served are deepseek_v32 and glm_moe_dsa: use one of these"
         return
     absent = [
         name
