@@ -183,6 +183,8 @@ class SparseAttention:
         """
         outs, lses = [], []
         for seq, count, queries in zip(seqs, q_lens, q.split(list(q_lens)), strict=True):
+            if count == 0:
+                continue
             if self._dense(layer, q.shape[1], self.cache.length(seq)):
                 with self._stage("attention"):
                     out, lse = self.cache.attend(

@@ -252,6 +252,7 @@ def test_batch_mates_change_nothing() -> None:
         feed(sparse, seqs[-1], keys[start : start + length], values[start : start + length])
         start += length
     together = sparse.attend(0, q[:6], seqs, [1, 2, 3], SCALE)[0]
+    assert torch.equal(sparse.attend(0, q[1:3], seqs, [0, 2, 0], SCALE)[0], together[1:3])
     for i, (seq, count) in enumerate(zip(seqs, (1, 2, 3), strict=True)):
         first = sum((1, 2, 3)[:i])
         assert torch.equal(sparse.attend(0, q[first : first + count], [seq], [count], SCALE)[0],

@@ -119,6 +119,10 @@ class PagedCache(Cache):
                  the others after every forward
     summary_slots, slack   as in `kvbackend.compress.EvictingCache`
     low_rank     a Calibration, or a pair of projections (keys, values) for each layer
+    sparse       a `kvbackend.cache.Sparsity`: decode steps attend to the tokens that they choose. Layers with a sliding
+                 window do not choose; beams learn their pages anew when they change places
+    sparse_prompt   queries of a prompt choose too
+    dense_below, timed   as in `kvbackend.cache.SparseAttention`, which is `store.sparse`
     rope_cos_sin the model's table [P, rotary_dim], for low rank and StreamingLLM; `new_cache(model)` knows it
 
     Tokens are evicted, then projected, then stored in the format.
@@ -244,7 +248,7 @@ class PagedCache(Cache):
         """Forget all tokens; the pages stay."""
         if self.store is not None:
             for row in self.store.rows:
-                self.store.sequences.free(row)
+                self.store.free(row)
             self.store.rows = []
         for layer in self.layers:
             layer.length = 0
@@ -290,7 +294,7 @@ class PagedCache(Cache):
         sequences = self.store.sequences
         forks = [sequences.fork(self._rows[index]) for index in indices]
         for row in self._rows:
-            sequences.free(row)
+            self.store.free(row)
         self.store.rows, self._step = forks, None
         if self._seen is not None:
             self._seen = self._seen[torch.tensor(indices, device=self._seen.device)]

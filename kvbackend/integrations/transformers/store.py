@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import cache, formats, ops
-from ...cache import GqaLayer, MlaLayer
+from ...cache import GqaLayer, MlaLayer, SparseAttention, Sparsity
 from ...compress import Calibration, EvictingCache, Policy, Projection, StreamingLLM, lowrank
 from ...errors import ArgumentError
 
@@ -27,7 +27,7 @@ Note = Callable[[str, dict[str, Any]], None]  # told each op with its arguments,
 
 @dataclass(frozen=True)
 class Options:
-    """How a batch is stored; `PagedCache` says what each means. Wrong ones raise ArgumentError here."""
+    """How a batch is stored and read; `PagedCache` says what each means. Wrong ones raise ArgumentError here."""
 
     block_size: int = 16
     num_blocks: int | None = None
@@ -41,6 +41,10 @@ class Options:
     slack: int = 0
     low_rank: Calibration | Sequence[Pair] | None = None
     rope_cos_sin: Tensor | None = None
+    sparse: Sparsity | None = None
+    sparse_prompt: bool = False
+    dense_below: int | str = 0
+    timed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks"):
@@ -57,6 +61,17 @@ class Options:
                 "evict is given with keep_recent or keep_sinks; rows that move would leave their full-precision copies "
                 "behind: give one of the two (policies have recent tokens and sinks of their own)"
             )
+        if self.sparse is None and (self.sparse_prompt or self.dense_below or self.timed):
+            raise ArgumentError(
+                "sparse_prompt, dense_below or timed is given without sparse; they say how tokens are chosen: pass a "
+                "kvbackend.cache.Sparsity, or leave them out"
+            )
+        for name in ("evict", "low_rank"):
+            if self.sparse is not None and getattr(self, name) is not None:
+                raise ArgumentError(
+                    f"sparse is given with {name}; tokens are chosen among rows as the model made them, all of them: "
+                    f"give one of the two"
+                )
         self.page_dtype()
 
     @classmethod
@@ -180,6 +195,9 @@ class Store:
             stored, num_blocks * self.tables, options.block_size, dtype, device, kv_format=names, scales=scales,
             keep_recent=options.keep_recent, keep_sinks=options.keep_sinks,
         )  # fmt: skip
+        self.sparse: SparseAttention | None = None
+        if options.sparse is not None:
+            self.sparse = SparseAttention(self.pages, options.sparse, options.dense_below, options.timed)
         self.kept: _Kept | None = None
         if policy is not None:
             self.kept = _Kept(self.pages, policy, num_layers, options.summary_slots, options.slack)
@@ -209,6 +227,12 @@ class Store:
     def tokens(self, row: int) -> int:
         """Tokens of the text so far in a row of the batch."""
         return self.pages.length(self.rows[row]) if self.kept is None else self.kept.tokens(self.rows[row])
+
+    def free(self, row: int) -> None:
+        """Forget a sequence."""
+        self.sequences.free(row)
+        if self.sparse is not None:
+            self.sparse.forget(row)
 
     def append(self, counts: Sequence[int], grows: bool) -> None:
         """Make room for new tokens of each row of the batch; or raise with nothing changed."""
@@ -260,6 +284,8 @@ class Store:
             down = [side.down for side in self.pairs[layer]]
             self._tell("lowrank_project", x=k, projection=down[0])
             k, v = ops.lowrank_project(k, down[0]), ops.lowrank_project(v, down[1])
+        if self.sparse is not None:
+            return self._attend_sparse(layer, q, k, v, scale, **options)
         if pages.key_groups:  # coded in groups, when these are full
             self._tell("quantize_kv", x=k[:0], kv_format=formats.pair(pages.kv_format)[0])
         else:
@@ -296,6 +322,30 @@ class Store:
             basis = up.repeat_interleave(out.shape[1] // up.shape[0], 0)
             out = ops.lowrank_reconstruct(out, basis)
         return out
+
+    def _attend_sparse(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Decode steps choose their tokens; prompts, unless they are to, and layers with a window do not."""
+        assert self.sparse is not None
+        pages = self._pages_of(layer)
+        batch = self.pages.batch(self.rows, self.counts)
+        self._tell("reshape_and_cache", key=k, value=v, slot_mapping=self.slots[layer], **pages.arguments)
+        self._tell("paged_attention", q=q, softmax_scale=scale, **batch, **pages.arguments)
+        self.sparse.write(layer, self.rows, self.counts, self.slots[layer], k, v)
+        call = layer, q, self.rows, self.counts, scale
+        if window > 0 or (max(self.counts, default=0) > 1 and not self.options.sparse_prompt):
+            return self.pages.attend(*call, window=window, **options)[0]
+        self._tell("topk_indices", scores=q[:, 0], k=1)
+        return self.sparse.attend(*call, **options)[0]
 
     def attend_latent(self, layer: int, q: tuple[Tensor, Tensor], ckv: Tensor, kpe: Tensor, scale: float) -> Tensor:
         """The same for MLA: rows [T, kv_lora_rank | rope], absorbed queries [T, H, kv_lora_rank | rope]."""
