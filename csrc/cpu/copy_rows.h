@@ -55,17 +55,17 @@ class RowCopy {
   bool whole_;
 };
 
-// Write two kinds of rows (keys and values, latent and rotary) to the same slots. Parallel over tokens; a slot outside
-// the cache, -1 among them, is skipped.
-inline void write_slots(const RowCopy& first, const RowCopy& second, const Tensor& slot_mapping, int64_t num_slots) {
+// Write rows of one kind or several (keys and values, latent and rotary) to the same slots. Parallel over tokens; a
+// slot outside the cache, -1 among them, is skipped.
+template <class... Copy>
+inline void write_slots(const Tensor& slot_mapping, int64_t num_slots, const Copy&... copies) {
   const Ids slots(slot_mapping, "slot_mapping");
-  torch::stable::parallel_for(0, slot_mapping.size(0), grain(first.row_bytes() + second.row_bytes()),
+  torch::stable::parallel_for(0, slot_mapping.size(0), grain((copies.row_bytes() + ...)),
                               [&](int64_t begin, int64_t end) {
                                 for (int64_t token = begin; token < end; ++token) {
                                   const int64_t slot = slots[token];
                                   if (slot < 0 || slot >= num_slots) continue;
-                                  first(token, slot);
-                                  second(token, slot);
+                                  (copies(token, slot), ...);
                                 }
                               });
 }

@@ -252,6 +252,41 @@ inline void encode_each(const T* x, int64_t size, const float* scales, const flo
                [&](int64_t at) { return scaled<by>(to_float(x[at]), scales[at], kLows ? lows[at] : global); });
 }
 
+// x [T, Hk, D], or [T, D] where all heads share a row, as rows whose numbers follow each other.
+template <class T>
+struct Rows {
+  explicit Rows(const Tensor& x)
+      : data(static_cast<const T*>(x.const_data_ptr())),
+        tokens(x.size(0)),
+        heads(x.dim() == 3 ? x.size(1) : 1),
+        row(x.size(x.dim() - 1)),
+        token_stride(x.stride(0)),
+        head_stride(x.dim() == 3 ? x.stride(1) : row),
+        stride(x.stride(x.dim() - 1)) {}
+
+  // Takes a token's heads as one row, where memory and scales allow it.
+  bool merge_heads(Scales& scales) {
+    if (stride != 1 || head_stride != row || !scales.merge_heads(heads)) return false;
+    row *= heads;
+    heads = 1;
+    return true;
+  }
+
+  // `room` holds the row where its numbers do not follow each other.
+  const T* at(int64_t token, int64_t head, std::vector<T>& room) const {
+    const T* from = data + token * token_stride + head * head_stride;
+    if (stride == 1) return from;
+    room.resize(row);
+    for (int64_t i = 0; i < row; ++i) room[i] = from[i * stride];
+    return room.data();
+  }
+
+  int64_t row_bytes() const { return heads * row * static_cast<int64_t>(sizeof(T)); }
+
+  const T* data;
+  int64_t tokens, heads, row, token_stride, head_stride, stride;
+};
+
 // A thread's way to encode rows of `count` spans: with scales of their own, or with given ones.
 template <class T, class Code>
 class RowEncoder {

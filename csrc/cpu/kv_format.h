@@ -88,13 +88,17 @@ inline std::vector<int64_t> scales_shape(const KVFormat& format, bool keys, int6
   }
 }
 
+inline void expect_sizes(const Tensor& tensor, const char* name, const std::vector<int64_t>& shape) {
+  expect_rank(tensor, name, static_cast<int64_t>(shape.size()));
+  for (size_t dim = 0; dim < shape.size(); ++dim)
+    KVBACKEND_CHECK(tensor.size(dim) == shape[dim], name, " has size ", tensor.size(dim), " in dim ", dim,
+                    "; it must be ", shape[dim], ": pass tensors of one call");
+}
+
 inline void expect_scales(const Tensor& scales, const char* name, const KVFormat& format,
                           const std::vector<int64_t>& shape) {
   expect_dtype(scales, name, format.scale_dtype);
-  expect_rank(scales, name, static_cast<int64_t>(shape.size()));
-  for (size_t dim = 0; dim < shape.size(); ++dim)
-    KVBACKEND_CHECK(scales.size(dim) == shape[dim], name, " has size ", scales.size(dim), " in dim ", dim,
-                    "; kv_format '", format.name, "' has ", shape[dim], ": pass scales of that granularity");
+  expect_sizes(scales, name, shape);
 }
 
 // A format's multiplier for the whole tensor besides its scales; 1 where it has none.

@@ -3,38 +3,6 @@
 
 namespace kvbackend::KVBACKEND_ISA {
 
-// x [T, Hk, D] as rows that follow each other: a token's heads as one row where memory and scales allow it.
-template <class T>
-struct Rows {
-  Rows(const Tensor& x, Scales& scales)
-      : data(static_cast<const T*>(x.const_data_ptr())),
-        tokens(x.size(0)),
-        heads(x.size(1)),
-        row(x.size(2)),
-        token_stride(x.stride(0)),
-        head_stride(x.stride(1)),
-        stride(x.stride(2)) {
-    if (stride == 1 && head_stride == row && scales.merge_heads(heads)) {
-      row *= heads;
-      heads = 1;
-    }
-  }
-
-  // A row whose numbers follow each other; `room` holds it where they do not.
-  const T* at(int64_t token, int64_t head, std::vector<T>& room) const {
-    const T* from = data + token * token_stride + head * head_stride;
-    if (stride == 1) return from;
-    room.resize(row);
-    for (int64_t i = 0; i < row; ++i) room[i] = from[i * stride];
-    return room.data();
-  }
-
-  int64_t row_bytes() const { return heads * row * static_cast<int64_t>(sizeof(T)); }
-
-  const T* data;
-  int64_t tokens, heads, row, token_stride, head_stride, stride;
-};
-
 // The largest magnitudes under scales that all tokens share [heads * count]. Parallel over stretches of tokens; which
 // thread has which changes nothing about a maximum.
 template <class T>
@@ -71,7 +39,8 @@ std::vector<float> magnitudes(const Rows<T>& rows, int64_t span, int64_t count) 
 template <class T, class Code>
 void make_static_scales(const Tensor& x, const KVFormat& format, const Tensor& scales) {
   Scales found(format, true, scales, 1, x.size(2));
-  const Rows<T> rows(x, found);
+  Rows<T> rows(x);
+  rows.merge_heads(found);
   std::vector<float> top = magnitudes(rows, found.span(), found.count());
   if (format.per == Per::tensor) top[0] = *std::max_element(top.begin(), top.end());
   std::vector<float> stored(top.size());
@@ -83,7 +52,8 @@ void make_static_scales(const Tensor& x, const KVFormat& format, const Tensor& s
 template <class T, class Code>
 void quantize_rows(const Tensor& x, const KVFormat& format, float global, Code* codes, const Tensor& scales) {
   Scales found(format, false, scales, 1, x.size(2));
-  const Rows<T> rows(x, found);
+  Rows<T> rows(x);
+  rows.merge_heads(found);
   const int64_t row_codes = rows.row / kPerByte<Code>;
   torch::stable::parallel_for(0, rows.tokens, grain(rows.row_bytes()), [&](int64_t begin, int64_t end) {
     RowEncoder<T, Code> encoder(format, global, found.span(), found.count());

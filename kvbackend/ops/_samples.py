@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import formats
+from ..codecs import split
 from ..layouts import allocate_kv
 from . import _pages
 
@@ -33,6 +34,34 @@ class Maker:
 
     def permutation(self, count: int) -> Tensor:
         return torch.randperm(count, generator=self.generator)
+
+    def codes(self, kv_format: str, shape: tuple[int, ...], role: str = "key", layout: str = "NHD") -> dict[str, Any]:
+        """A cache [nb, bs, (Hk,) dim] of codes that stand for something, with the scales that belong to it.
+
+        Keys: cache, scale (static, or nvfp4's global one, or None), scale_cache (those of tokens, or None).
+        """
+        fmt = formats.get(kv_format)
+        heads = shape if len(shape) == 4 else (*shape[:2], 1, shape[2])  # a latent cache has no dim of heads
+
+        def number(*sizes: int) -> Tensor:
+            return torch.rand(*sizes, generator=self.generator) + 0.25
+
+        size = split.codes_shape(fmt, heads)
+        if layout == "HND":
+            size = (size[0], size[2], size[1], size[3])
+        codes = torch.randint(0, 256, size, generator=self.generator, dtype=torch.uint8).view(split.storage(fmt))
+        codes = codes.transpose(1, 2) if layout == "HND" else codes
+        scale = scale_cache = None
+        if fmt.global_scale:
+            scale = number(1) / 64
+        elif fmt.granularity in split.STATIC:
+            scale = number(*split.scales_shape(fmt, role, heads)) / 64
+        if fmt.granularity not in split.STATIC:
+            scale_cache = number(*split.scales_shape(fmt, role, heads)).to(split.scale_dtype(fmt))
+        if len(shape) == 3:
+            codes, scale_cache = codes[:, :, 0], None if scale_cache is None else scale_cache[:, :, 0]
+        found = dict(cache=codes, scale=scale, scale_cache=scale_cache)
+        return {name: None if tensor is None else tensor.to(self.device) for name, tensor in found.items()}
 
 
 @dataclass

@@ -35,7 +35,7 @@ def concat_and_cache_mla(
     kv_format              how a cached token reads: "auto", as the dtype says, or a name of `kvbackend.formats`.
                            A quantized one is the latent's; the rotary part, small and sensitive, stays in kpe's dtype
     k_scale                [1], dequantization multiplier of a format that has one per tensor; nvfp4's global scale
-    k_scale_cache          [nb, bs, 1], or [nb, bs, kv_lora_rank / group], written beside the codes: the scales of a
+    k_scale_cache          [nb, bs], or [nb, bs, kv_lora_rank / group], written beside the codes: the scales of a
                            format that has them per token, or per group of channels
 
     Undefined: two tokens with one slot; on accelerators, a slot outside the cache (the CPU kernel skips it).
@@ -92,3 +92,9 @@ def _(device, dtype):
         call(small, 4, ckv=small.randn(1, rank).expand(4, -1), kpe=small.randn(1, rope).expand(4, -1)),
     )
     yield "transposed rows", call(small, 4, ckv=small.randn(rank, 4).T, kpe=small.randn(rope, 4).T)
+    wide = MlaPool(device, dtype, kv_lora_rank=64)
+    for kv_format in ("fp8_e4m3:token_head", "fp8_e4m3", "fp8_e5m2:head", "fp4_e2m1", "nvfp4", "mxfp8", "int8"):
+        codes = wide.codes(kv_format, (wide.num_blocks, wide.block_size, 64))
+        scales = dict(k_scale=codes["scale"], k_scale_cache=codes["scale_cache"])
+        slots = torch.cat((wide.slots(8), wide.ints([-1])))
+        yield kv_format, call(wide, 13, kv_format=kv_format, ckv_cache=codes["cache"], slot_mapping=slots, **scales)

@@ -170,3 +170,13 @@ def _(device, dtype):
             "num_tokens": 12,
         },
     )
+    for kv_format in ("int8", "fp8_e4m3", "fp8_e5m2:head", "fp8_e4m3:channel", "mxfp8", "mxfp4", "nvfp4", "fp4_e2m1"):
+        for layout in ("NHD", "HND"):
+            codes = small.codes(kv_format, (small.num_blocks, small.block_size, 2, 64), layout=layout)
+            yield f"{kv_format}, {layout}", call(small, [6, 3], num_tokens=11) | codes | dict(kv_format=kv_format)
+        codes = small.codes(kv_format, (small.num_blocks, small.block_size, 32))
+        read = dict(kv_format=kv_format, out_format=formats.of_dtype(str(dtype)).name)
+        if kv_format != "fp8_e4m3:channel":
+            yield f"{kv_format}, latent", call(small, [6, 0, 7], [2, 0, 1]) | codes | read
+    odd = small.codes("int8", (small.num_blocks, small.block_size, 3, 7))
+    yield "codes, odd dims", call(small, [5, 3]) | odd | dict(kv_format="int8", out_format="fp16")

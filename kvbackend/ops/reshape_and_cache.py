@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import formats
 from ..arrays import Float, Float32, Index, Rows
 from ..spec import op
 from . import _checks, _formats
@@ -92,3 +93,31 @@ def _(device, dtype):
     row = small.randn(1, small.kv_heads, small.head_dim)
     yield "expanded rows", call(small, 4, key=row.expand(4, -1, -1))
     yield "transposed rows", call(small, 4, key=small.randn(small.kv_heads, 4, small.head_dim).transpose(0, 1))
+
+    def coded(pool: Pool, kv_format: str, num_tokens: int, **other: Any) -> dict[str, Any]:
+        arguments = call(pool, num_tokens, kv_format=kv_format, **other)
+        key_format, value_format = formats.pair(kv_format)
+        for name, fmt, dim in (("key", key_format, pool.head_dim), ("value", value_format, pool.value_dim)):
+            if formats.get(fmt).quantized:
+                shape = pool.num_blocks, pool.block_size, pool.kv_heads, dim
+                for kind, tensor in pool.codes(fmt, shape, name, pool.layout).items():
+                    arguments[f"{name}_cache" if kind == "cache" else f"{name[0]}_{kind}"] = tensor
+        return arguments
+
+    plain = formats.of_dtype(str(dtype)).name
+    for kv_format in (
+        "int8", "fp8_e4m3", "fp8_e5m2:head/fp8_e4m3:channel", "mxfp8/mxfp4", "nvfp4/fp4_e2m1", "fp8_e4m3:32/int4",
+        f"fp8_e4m3:token_head/{plain}", f"{plain}/fp4_e2m1:tensor",
+    ):  # fmt: skip
+        wide = Pool(device, dtype, head_dim=64, value_dim=32)
+        yield kv_format, coded(wide, kv_format, 13, slot_mapping=torch.cat((wide.slots(10), wide.ints([-1]))))
+        yield (
+            f"{kv_format}, HND cache",
+            coded(Pool(device, dtype, head_dim=32, value_dim=64, layout="HND"), kv_format, 5),
+        )
+    odd = Pool(device, dtype, kv_heads=3, head_dim=7, value_dim=10)
+    yield "codes, odd dims", coded(odd, "int8/fp4_e2m1:channel", 5)
+    yield "codes, no tokens", coded(odd, "fp8_e5m2/fp8_e4m3", 0)
+    yield "codes, sliced rows", coded(odd, "fp8_e4m3/int8", 4, key=odd.randn(4, 3, 14)[..., ::2])
+    large = Pool(device, dtype, num_blocks=12, block_size=16, kv_heads=8, head_dim=128, value_dim=128)
+    yield "codes, production", coded(large, "fp8_e4m3:token_head", 13)

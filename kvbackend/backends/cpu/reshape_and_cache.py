@@ -3,10 +3,18 @@ from ...ops import registry
 from . import takes
 
 op = registry["reshape_and_cache"]
-run = native.kernel(op)
+kernel = native.kernel(op)
 
 
-def unsupported(key, kv_format, **_):
+def unsupported(key, **_):
     yield from native.missing(op, "cpu")
     yield from takes.floats(key=key)
-    yield from takes.plain_formats(kv_format)
+
+
+def run(
+    key, value, key_cache, value_cache, slot_mapping, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache
+):  # fmt: skip
+    kernel(
+        key, value, key_cache, value_cache, slot_mapping, kv_format, k_scale, v_scale,
+        takes.scale_bytes(k_scale_cache), takes.scale_bytes(v_scale_cache),
+    )  # fmt: skip
