@@ -324,15 +324,7 @@ class Store:
         return out
 
     def _attend_sparse(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = -1, **options: Any
     ) -> Tensor:
         """Decode steps choose their tokens; prompts, unless they are to, and layers with a window do not."""
         assert self.sparse is not None
