@@ -39,12 +39,13 @@ class NotBuiltError(Exception):
 
 def cpu_library(build: Path, target: Path) -> None:
     """Compile csrc/cpu into one library."""
-    stamps, formats_table = from_python()
+    stamps, tables = from_python()
     ops = sorted(path for path in (SOURCES / "cpu").glob("*.cpp") if path.stem in stamps)
     stamp = "\\n".join(stamps[path.stem].replace('"', '\\"') for path in ops)
     build.mkdir(parents=True, exist_ok=True)
     write_if_changed(build / "stamp.h", f'#define KVBACKEND_STAMP "{stamp}"\n')
-    write_if_changed(build / "formats.inc", formats_table)
+    for name, table in tables.items():
+        write_if_changed(build / name, table)
     includes = [f"-I{path}" for path in (build, *torch_includes())]
     common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if X86 else [])]
     jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain"])]
@@ -96,15 +97,16 @@ def run(command: list[str]) -> None:
         print(done.stderr, file=sys.stderr)
 
 
-def from_python() -> tuple[dict[str, str], str]:
-    """What the kernels are built for: what each op declares, and the table of formats."""
+def from_python() -> tuple[dict[str, str], dict[str, str]]:
+    """What the kernels are built for: what each op declares, and the tables of formats and of records."""
     sys.path.insert(0, str(ROOT))
     try:
         from kvbackend import codegen
         from kvbackend.ops import registry
     finally:
         sys.path.remove(str(ROOT))
-    return {name: codegen.stamp(op) for name, op in registry.items()}, codegen.formats_table()
+    tables = {"formats.inc": codegen.formats_table(), "records.inc": codegen.records_table()}
+    return {name: codegen.stamp(op) for name, op in registry.items()}, tables
 
 
 def torch_includes() -> list[str]:

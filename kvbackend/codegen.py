@@ -1,4 +1,4 @@
-"""The tables that the C++ kernels are compiled with: what `formats` says, as C++ (csrc/cpu/kv_format.h)."""
+"""The tables that the C++ kernels are compiled with: what `formats` says of formats and of records, as C++."""
 
 from __future__ import annotations
 
@@ -42,13 +42,30 @@ def formats_table() -> str:
     return "".join(lines)
 
 
+def records_table() -> str:
+    """One initializer of Record a line: page_align, bytes of a row in each plane, and the fields but for padding."""
+    lines = []
+    for name in formats.record_names():
+        record = formats.record(name)
+        fields = []
+        for index, plane in enumerate(record.planes):
+            offset = 0
+            for field in plane:
+                if field.name != "pad":
+                    fields.append(f'{{"{field.name}", "{field.dtype}", {index}, {offset}, {field.bytes}}}')
+                offset += field.bytes
+        planes = ", ".join(map(str, record.plane_bytes))
+        lines.append(f'{{"{name}", {record.page_align}, {{{planes}}}, {{{", ".join(fields)}}}}},\n')
+    return "".join(lines)
+
+
 def stamp(op: Op) -> str:
-    """What a kernel of the op was built for: the schema and, where it takes a kv_format, the table of formats."""
-    if "kv_format" not in op.parameters:
+    """What a kernel of the op was built for: the schema and, where it names formats or records, the tables."""
+    if not {"kv_format", "from_layout"} & set(op.parameters):
         return op.schema
     return f"{op.schema} # formats {_digest()}"
 
 
 @cache
 def _digest() -> str:
-    return hashlib.sha256(formats_table().encode()).hexdigest()[:16]
+    return hashlib.sha256((formats_table() + records_table()).encode()).hexdigest()[:16]

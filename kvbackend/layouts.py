@@ -51,6 +51,58 @@ def allocate_kv(
     return caches[0], caches[1]
 
 
+def transcode(
+    cache: Tensor | tuple[Tensor, Tensor], from_layout: str, to_layout: str, block_size: int
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A cache in another layout: the same numbers, to the bit.
+
+    cache        pages [nb, page_bytes] uint8 of a record, see `kvbackend.formats`; or the key and value caches
+                 [nb, bs, Hk, D | Dv] of a split layout (their codes, or the scales that belong to them)
+    from_layout, to_layout   two records that hold the same numbers, or two of NHD, HND and interleaved
+    block_size   tokens of a block, which stay together
+    Returns what `cache` is, in to_layout, newly allocated; padding of records is zero.
+    Raises ArgumentError where something could be lost, or where `cache` is not as from_layout says.
+    """
+    from . import ops  # ops' samples allocate caches here
+
+    split = [layout in LAYOUTS for layout in (from_layout, to_layout)]
+    if isinstance(cache, Tensor) and not any(split):
+        pages: Tensor = ops.transcode(cache, from_layout, to_layout, block_size)
+        return pages
+    if isinstance(cache, Tensor) or not all(split):
+        held = "one tensor" if isinstance(cache, Tensor) else "a pair of tensors"
+        raise ArgumentError(
+            f"cache is {held}, from_layout {from_layout!r} and to_layout {to_layout!r}; one tensor holds pages of a "
+            f"record, a pair holds keys and values in {', '.join(LAYOUTS)}: pass layouts of one kind and what they hold"
+        )
+    key, value = cache
+    _need_layout(key, value, from_layout, block_size)
+    sizes = *key.shape, value.shape[3]
+    targets = allocate_kv(*sizes, dtype=key.dtype, device=key.device, layout=to_layout)
+    every_block = torch.arange(key.shape[0])[:, None].expand(-1, 2)
+    for source, target in zip(cache, targets, strict=True):
+        ops.swap_blocks(source, target, every_block)
+    return targets
+
+
+def _need_layout(key: Tensor, value: Tensor, layout: str, block_size: int) -> None:
+    """Key and value caches lie in memory as the layout says."""
+    if key.dim() != 4 or key.shape[:3] != value.shape[:3] or key.dtype != value.dtype or key.shape[1] != block_size:
+        raise ArgumentError(
+            f"cache has keys of shape {list(key.shape)} in {key.dtype} and values of {list(value.shape)} in "
+            f"{value.dtype}; both must be [num_blocks, {block_size}, kv_heads, dim] in one dtype: pass caches of one "
+            f"layer and their block_size"
+        )
+    wanted = allocate_kv(*key.shape, value.shape[3], dtype=key.dtype, device="meta", layout=layout)
+    for name, have, want in zip(("keys", "values"), (key, value), wanted, strict=True):
+        for size, stride, wanted_stride in zip(have.shape, have.stride(), want.stride(), strict=True):
+            if size > 1 and stride != wanted_stride:
+                raise ArgumentError(
+                    f"cache has {name} with strides {list(have.stride())}; in layout {layout!r} they are "
+                    f"{list(want.stride())}: name the layout that it has"
+                )
+
+
 def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """The slots of positions in sequences: block_table [B, max_blocks], positions [B, n] -> [B, n] int64.
 

@@ -193,7 +193,10 @@ def test_reference_never_waits_for_the_device(name: str, monkeypatch: pytest.Mon
 @EVERY_OP
 def test_refuses_inputs_that_require_grad(name: str) -> None:
     args = dict(next(iter(samples(name).values())))
-    target = next(key for key, value in args.items() if isinstance(value, torch.Tensor) and value.is_floating_point())
+    floats = [key for key, value in args.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    if not floats:
+        pytest.skip(f"{name} takes no floating-point tensor here")
+    target = floats[0]
     args[target] = args[target].detach().clone().requires_grad_()
     with pytest.raises(kvbackend.ArgumentError, match="no gradient formula"):
         registry[name](**args)
@@ -211,6 +214,8 @@ def test_resolved_callable_takes_other_counts_and_refuses_other_dtypes(name: str
     want, result = op(**wanted), resolved(**got)
     torch.testing.assert_close(result, want, equal_nan=True, msg=first)
     other = next(iter(samples(name, torch.bfloat16).values()))
+    if all(value.dtype == args[key].dtype for key, value in other.items() if isinstance(value, torch.Tensor)):
+        return  # it takes one dtype whatever the sample's
     with pytest.raises(kvbackend.UnsupportedError, match="resolve"):
         resolved(**other)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbackend import ArgumentError
-from kvbackend.layouts import LAYOUTS, allocate_kv, slot_mapping
+from kvbackend.layouts import LAYOUTS, allocate_kv, slot_mapping, transcode
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -37,3 +37,43 @@ def test_slots() -> None:
 def test_slots_past_32_bits() -> None:
     table = torch.tensor([[2**31 - 1]], dtype=torch.int32)
     assert slot_mapping(table, torch.tensor([[60]]), 61).item() == (2**31 - 1) * 61 + 60
+
+
+@pytest.mark.parametrize("to_layout", LAYOUTS)
+@pytest.mark.parametrize("from_layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e8m0fnu])
+def test_split_caches_in_another_layout(from_layout: str, to_layout: str, dtype: torch.dtype) -> None:
+    key, value = allocate_kv(5, 4, 3, 8, dtype=dtype, layout=from_layout)
+    for seed, cache in enumerate((key, value)):
+        bits = cache.view(torch.int16 if dtype is torch.bfloat16 else torch.uint8)
+        bits.copy_(torch.randint(0, 255, cache.shape, generator=torch.Generator().manual_seed(seed)))
+    got = transcode((key, value), from_layout, to_layout, 4)
+    for one, other, like in zip(got, (key, value), allocate_kv(5, 4, 3, 8, dtype=dtype, layout=to_layout), strict=True):
+        assert one.stride() == like.stride()
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        assert one.data_ptr() != other.data_ptr()
+
+
+def test_records_in_another_layout() -> None:
+    pages = torch.arange(2 * 656 * 3).to(torch.uint8).reshape(2, -1)
+    moved = transcode(pages, "v32_fp8_656", "v32_fp8_656_ascend", 3)
+    assert torch.equal(moved[:, 512:640], pages[:, 528:656])
+    assert torch.equal(moved[:, 640:656], pages[:, 512:528])
+    assert torch.equal(transcode(moved, "v32_fp8_656_ascend", "v32_fp8_656", 3), pages)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda kv: transcode(kv, "HND", "NHD", 4), "keys with strides .* in layout 'HND'"),
+        (lambda kv: transcode(kv, "NHD", "HND", 8), "block_size"),
+        (lambda kv: transcode(kv[0], "NHD", "HND", 4), "cache is one tensor"),
+        (lambda kv: transcode(kv, "NHD", "v4_fp8_584", 4), "layouts of one kind"),
+        (lambda kv: transcode(kv[0][:, :, 0, 0], "v4_fp8_584", "v4_fp8_640", 4), "record is 'v4_fp8_640'"),
+        (lambda kv: transcode((kv[0], kv[1][..., :4]), "NHD", "NHD", 4), "values with strides"),
+        (lambda kv: transcode((kv[0], kv[1][..., :4].contiguous()), "NHD", "interleaved", 4), "one row size"),
+    ],
+)
+def test_what_cannot_be_transcoded(call, words: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ArgumentError, match=words):
+        call(allocate_kv(5, 4, 3, 8, dtype=torch.bfloat16))

@@ -118,6 +118,40 @@ def join_pages(fields: dict[str, Tensor], record: Record) -> Tensor:
     return torch.cat(planes, 1)
 
 
+def reorder_pages(pages: Tensor, source: Record, target: Record, block_size: int) -> Tensor:
+    """Pages [nb, page_bytes] of one record as pages of another that holds the same numbers; see `why_not`.
+
+    Bytes move; scales that are powers of two (E8M0) become bfloat16 where the target has that, NaN stays NaN.
+    """
+    fields = split_pages(pages, source, block_size)
+    dtype = getattr(torch, _field(target, "scales").dtype)
+    if fields["scales"].dtype is not dtype:
+        fields["scales"] = grids.scale_values(fields["scales"]).to(dtype)
+    return join_pages(fields, target)
+
+
+def why_not(source: Record, target: Record) -> str | None:
+    """Why pages of one record cannot become pages of another for every content, to the bit; None if they can."""
+    if (source.holds, source.dims) != (target.holds, target.dims):
+        return f"{target.name} holds {target.holds} of {target.dims} numbers, not {source.holds} of {source.dims}"
+    have, want = _contents(source), _contents(target)
+    if {**have, "scales": None} != {**want, "scales": None}:
+        return f"{target.name} has other codes, and coding numbers again loses some of each"
+    if have["scales"] == want["scales"]:
+        return None
+    (dtype, count), (wanted_dtype, wanted_count) = have["scales"], want["scales"]
+    if count != wanted_count:
+        return f"{target.name} has {wanted_count} scales in a row, not {count}"
+    if (dtype, wanted_dtype) == ("float8_e8m0fnu", "bfloat16"):
+        return None  # every power of two from 2^-127 to 2^127 is a bfloat16
+    return f"scales in {dtype} may be any number, and {target.name}'s {wanted_dtype} cannot hold them all"
+
+
+def _contents(record: Record) -> dict[str, tuple[str, int]]:
+    fields = [field for plane in record.planes for field in plane if field.name != "pad"]
+    return {field.name: (field.dtype, field.count) for field in fields}
+
+
 def _field(record: Record, name: str) -> Field:
     return next(field for plane in record.planes for field in plane if field.name == name)
 
