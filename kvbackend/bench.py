@@ -1,7 +1,7 @@
 """Timing that can be trusted on a shared machine: candidates interleaved in shuffled rounds, medians of paired ratios.
 
 `dispatch_overhead` measures what choosing costs on top of a plain `torch.ops` call; `op_times` measures each op's
-production sample on every backend that takes it.
+production sample on every backend that takes it. `bench_formats` measures what moves codes, against copying.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Result:
     median_us: float
     p20_us: float
     over_plain_us: float | None = None  # dispatch only: the median of paired differences to the plain call
+    gbs: float | None = None  # bytes read plus written, each once, in the median time
+    of_limit: float | None = None  # that rate over the limit's, measured in the same rounds: the median
+    limit: str | None = None
     peers: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def dispatch_overhead(names: Iterable[str] = ("reshape_and_cache", "paged_attent
         base = times["plain torch.ops call"]
         for case, samples in times.items():
             over = statistics.median(a - b for a, b in zip(samples, base, strict=True))
-            results.append(_result(name, f"dispatch: {case}", torch.bfloat16, "cpu", samples, over))
+            results.append(result_of(name, f"dispatch: {case}", torch.bfloat16, "cpu", samples, over))
     return results
 
 
@@ -123,7 +126,7 @@ def op_times(names: Iterable[str], device: str = "cpu", dtype: torch.dtype = tor
             candidates[backend] = partial(resolved, **own)
         with torch.no_grad():
             for backend, times in interleaved(candidates).items():
-                results.append(_result(name, "production sample", dtype, backend, times))
+                results.append(result_of(name, "production sample", dtype, backend, times))
     return results
 
 
@@ -139,9 +142,10 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def _result(
+def result_of(
     op: str, case: str, dtype: torch.dtype, backend: str, times: list[float], over: float | None = None
 ) -> Result:
+    """A candidate's times as a result."""
     ordered = sorted(times)
     name = str(dtype).removeprefix("torch.")
     return Result(

@@ -77,7 +77,8 @@ def transcode(
         )
     key, value = cache
     _need_layout(key, value, from_layout, block_size)
-    sizes = *key.shape, value.shape[3]
+    num_blocks, _, kv_heads, head_dim = key.shape
+    sizes = num_blocks, block_size, kv_heads, head_dim, value.shape[3]
     targets = allocate_kv(*sizes, dtype=key.dtype, device=key.device, layout=to_layout)
     every_block = torch.arange(key.shape[0])[:, None].expand(-1, 2)
     for source, target in zip(cache, targets, strict=True):
@@ -93,7 +94,9 @@ def _need_layout(key: Tensor, value: Tensor, layout: str, block_size: int) -> No
             f"{value.dtype}; both must be [num_blocks, {block_size}, kv_heads, dim] in one dtype: pass caches of one "
             f"layer and their block_size"
         )
-    wanted = allocate_kv(*key.shape, value.shape[3], dtype=key.dtype, device="meta", layout=layout)
+    num_blocks, _, kv_heads, head_dim = key.shape
+    sizes = num_blocks, block_size, kv_heads, head_dim, value.shape[3]
+    wanted = allocate_kv(*sizes, dtype=key.dtype, device="meta", layout=layout)
     for name, have, want in zip(("keys", "values"), (key, value), wanted, strict=True):
         for size, stride, wanted_stride in zip(have.shape, have.stride(), want.stride(), strict=True):
             if size > 1 and stride != wanted_stride:

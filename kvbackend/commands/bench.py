@@ -1,4 +1,4 @@
-"""`kvbackend bench`: what dispatch costs, and how long each op's production sample takes here."""
+"""`kvbackend bench`: what dispatch costs, how long each op's production sample takes, how fast codes are moved."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ def main(args: argparse.Namespace) -> int:
     """Measure and print."""
     import torch
 
-    from .. import bench
+    from .. import bench, bench_formats
     from ..ops import get, registry
 
     chosen = [get(name).name for name in args.ops] or sorted(registry)
     found = bench.op_times(chosen)
     if not args.ops:
         found = bench.dispatch_overhead() + found
+    found += bench_formats.format_times(chosen)
     machine, limits = bench.machine(), bench.limits()
     if args.json:
         document = dict(machine=machine, threads=torch.get_num_threads(), limits=limits)
@@ -33,13 +34,19 @@ def main(args: argparse.Namespace) -> int:
         (
             result.op,
             result.case,
+            result.kv_format,
             result.backend,
             f"{result.median_us:.1f}",
             f"{result.p20_us:.1f}",
             "" if result.over_plain_us is None else f"{result.over_plain_us:+.1f}",
+            "" if result.gbs is None else f"{result.gbs:.1f}",
+            "" if result.of_limit is None else f"{result.of_limit:.0%}",
         )
         for result in found
     ]
-    print_table(("op", "case", "backend", "median us", "p20 us", "over plain us"), rows)
-    print(f"{machine}; read {limits['read_gbs']} GB/s, copy {limits['copy_gbs']} GB/s; bfloat16, cache-warm")
+    print_table(("op", "case", "format", "backend", "median us", "p20 us", "over plain us", "GB/s", "of copy"), rows)
+    print(
+        f"{machine}; read {limits['read_gbs']} GB/s, copy {limits['copy_gbs']} GB/s; bfloat16, cache-warm but for "
+        f"rows with GB/s"
+    )
     return 0
