@@ -126,7 +126,7 @@ def main(args: argparse.Namespace) -> int:
             quieten_transformers()
             from .. import use
             from ..integrations.transformers import PagedCache, new_cache, patch
-            from ..integrations.transformers.schemes import calibrated, options_of
+            from ..integrations.transformers.schemes import calibrated, largest_numbers, options_of
 
             if args.backend:
                 chosen.enter_context(use(args.backend))
@@ -141,7 +141,8 @@ def main(args: argparse.Namespace) -> int:
                 step("fitting the low-rank projections", more=True)
                 return calibrated(model, tokenizer, path)
 
-            cached = options_of(scheme, model, calibration, args.block_size)
+            largest = lambda: largest_numbers(model, tokenizer)  # noqa: E731
+            cached = options_of(scheme, model, calibration, largest, args.block_size)
             if args.low_rank and os.path.exists(args.low_rank):
                 cached["low_rank"] = calibration(args.low_rank)
             patch(model, **cached)

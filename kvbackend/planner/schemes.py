@@ -23,6 +23,7 @@ SETTINGS = {
     "evict": "the same with its policy, POLICY:KEEP[:NAME=VALUE...], such as snapkv:25% or h2o:512:summary=8",
     "recent": "last tokens kept in bf16",
     "sinks": "first tokens kept in bf16",
+    "scales": "amax: static scales from the largest numbers of a calibration text, not 1 (for running; not counted)",
     "window": "format of the window rows of compressed attention (DeepSeek-V4 and V4.1)",
 }
 
@@ -65,6 +66,7 @@ class Scheme:
     ratios: tuple[int, ...] = ()
     keep: int | Fraction | None = None
     evict: Eviction | None = None
+    scales: str | None = None
     recent: int = 0
     sinks: int = 0
     by_layer: tuple[tuple[int, int, str], ...] = field(default=())
@@ -179,6 +181,12 @@ def _check_format(name: str) -> None:
 def _value(name: str, given: str) -> object:
     if name == "window":
         _check_format(given)
+        return given
+    if name == "scales":
+        if given != "amax":
+            raise ArgumentError(
+                f"scales is {given!r}; it can be amax, and is 1 where it is left out: write scales=amax"
+            )
         return given
     if name == "ratios":
         return tuple(_whole(name, part, 1) for part in given.split("/"))

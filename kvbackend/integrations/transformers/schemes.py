@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import compress, formats, texts
 from ...compress import Calibration, Policy
@@ -17,12 +18,17 @@ from ...planner.schemes import FULL_PRECISION, POLICIES, ROWS_OF_BUDGET, Evictio
 from .store import projections
 
 DEFAULT_BLOCK = 16  # tokens
+LARGEST_CODE = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp4_e2m1": 6.0, "nvfp4": 448.0 * 6.0}
+LEAST_AMAX = 1e-4  # of a channel that is never used
+
+Largest = list[tuple[Tensor, Tensor]]  # magnitudes of the keys and values of every layer
 
 
 def options_of(
     scheme: str | Scheme,
     model: Any,
     calibration: Callable[[], Calibration] | None = None,
+    largest: Callable[[], Largest] | None = None,
     block_size: int | None = None,
 ) -> dict[str, Any]:
     """The options that make `patch` or `new_cache` of a model store tokens as a scheme says.
@@ -30,6 +36,7 @@ def options_of(
     scheme        as for `kvbackend plan`; "auto" or "native" is the dtype of the model's keys
     model         a transformers model, patched or not
     calibration   called where the scheme has a rank: projections of at least its ranks. None: refused
+    largest       called where the scheme has scales=amax: `largest_numbers` of the model. None: refused
     block_size    None: 16, or the group of tokens that a format codes together
     """
     wanted = parse(scheme) if isinstance(scheme, str) else scheme
@@ -57,6 +64,8 @@ def options_of(
             f"the scheme {wanted.name!r} has keep without a policy; which tokens stay must be said to run it: write "
             f"evict=snapkv:{wanted.keep}"
         )
+    if wanted.scales is not None:
+        options["scales"] = _scales(wanted, names, largest)
     if wanted.rank or wanted.ratios:
         options["low_rank"] = _low_rank(wanted, num_layers, calibration)
     return options
@@ -118,6 +127,42 @@ def _number(name: str, given: str) -> int:
     return int(given)
 
 
+def _scales(scheme: Scheme, names: list[str], largest: Callable[[], Largest] | None) -> list[dict[str, Tensor]]:
+    """The static scales of every layer whose format has some: the largest number becomes the largest code."""
+    if largest is None or scheme.rank or scheme.ratios:
+        raise ArgumentError(
+            f"the scheme {scheme.name!r} has scales=amax {'with a rank' if largest else 'but nothing was measured'}; "
+            f"scales are fitted to keys and values as a model makes them: leave scales out"
+        )
+    found = []
+    for name, sides in zip(names, largest(), strict=True):
+        scales = {}
+        for argument, side, amax in zip(("k_scale", "v_scale"), formats.pair(name), sides, strict=True):
+            if side == "auto" or side.partition(":")[0] not in LARGEST_CODE:
+                continue
+            fmt, amax = formats.get(side), amax.clamp(min=LEAST_AMAX)
+            per = {"tensor": amax.amax()[None], "head": amax.amax(-1), "channel": amax}
+            if fmt.global_scale:
+                scales[argument] = per["tensor"] / LARGEST_CODE[fmt.name]
+            elif fmt.granularity in per:
+                scales[argument] = per[fmt.granularity] / LARGEST_CODE[fmt.name]
+        found.append(scales)
+    return found
+
+
+def largest_numbers(model: Any, tokenizer: Any, text: str | None = None) -> Largest:
+    """The largest magnitudes of keys (after RoPE) and values of each layer, [Hk, D] each, over a text's beginning.
+
+    model   not patched. text: as for `calibrated`
+    """
+    count = min(texts.CALIBRATION_TOKENS, model.config.max_position_embeddings)
+    ids = texts.first_tokens(tokenizer, texts.builtin() if text is None else text, count)
+    with torch.no_grad():
+        output = model.base_model(ids[None].to(model.device), use_cache=True)
+    cache = output.cache if "cache" in output else output.past_key_values
+    return [(layer.keys[0].float().abs().amax(1), layer.values[0].float().abs().amax(1)) for layer in cache.layers]
+
+
 def _low_rank(scheme: Scheme, num_layers: int, calibration: Callable[[], Calibration] | None) -> Any:
     if calibration is None:
         raise ArgumentError(
@@ -159,4 +204,4 @@ def calibrated(model: Any, tokenizer: Any, path: str | Path | None = None, text:
     return compress.calibrate(model, list(ids.split(min(1024, context))), rank=max(1, dims[0] - 1))
 
 
-__all__ = ["calibrated", "eviction_of", "options_of"]
+__all__ = ["calibrated", "eviction_of", "largest_numbers", "options_of"]

@@ -1,0 +1,62 @@
+"""Bytes against perplexity, the best trade-offs joined by a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+
+
+def plot(document: dict[str, Any], path: str) -> None:
+    """Draw an eval document to a file whose ending says the kind of picture."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ArgumentError(
+            f"--plot needs matplotlib, which cannot be imported ({error}): run pip install matplotlib, or leave it out"
+        ) from error
+    base, schemes = document["baseline"], document["schemes"]
+    figure, axes = pyplot.subplots(figsize=(8.0, 5.0), layout="constrained")
+
+    def share(entry: dict[str, Any]) -> float:
+        return 100 * float(entry["cache_bytes"]) / float(entry["cache_bytes_fp16"])
+
+    best = sorted((entry for entry in schemes if entry["pareto"]), key=share)
+    axes.plot(
+        [share(e) for e in best], [e["perplexity"] for e in best], color="tab:blue", lw=1, label="best trade-offs"
+    )
+    for entry in schemes:
+        color = "tab:blue" if entry["pareto"] else "tab:gray"
+        axes.plot(share(entry), entry["perplexity"], "o", ms=5, color=color)
+        axes.annotate(
+            entry["name"], (share(entry), entry["perplexity"]), xytext=(4, 4), textcoords="offset points", fontsize=7
+        )
+    axes.axhline(base["perplexity"], color="black", lw=0.8, ls="--", label=f"full precision, {base['perplexity']:.2f}")
+    axes.set_xlabel("cache bytes, percent of fp16")
+    axes.set_ylabel("perplexity")
+    axes.set_xlim(left=0)
+    if schemes and max(e["perplexity"] for e in schemes) > 1.5 * base["perplexity"]:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    configuration = document["configuration"]
+    axes.set_title(
+        f"{document['model']}, {document['text_tokens']} tokens of {configuration['text']} after "
+        f"{', '.join(map(str, configuration['contexts']))}",
+        fontsize=9,
+    )
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            f"--plot is {path!r}, which cannot be written ({error}); name a .png, .svg or .pdf file in a folder that "
+            f"exists: change it"
+        ) from error
+    finally:
+        pyplot.close(figure)
+    assert Path(path).exists()
