@@ -19,6 +19,7 @@ from .errors import ArgumentError, UnsupportedError
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("kvbackend.commands.run", "let a real language model decode through the paged cache"),
     "eval": ("kvbackend.commands.eval", "what compressing the cache costs a real model on real text"),
+    "tune": ("kvbackend.commands.tune", "climb to a smaller cache as long as the model loses little"),
     "doctor": ("kvbackend.doctor.command", "judge this host: versions, drivers, libraries, and how to mend them"),
     "plan": ("kvbackend.commands.plan", "what a KV cache costs and what fits"),
     "ops": ("kvbackend.commands.ops", "list the operations and who implements them"),

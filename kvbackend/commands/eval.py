@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import model_store, texts
+from .. import model_store, profile, texts
 from ..errors import ArgumentError
 from ..planner.schemes import SETTINGS, parse
 from ._output import print_json, print_table
+
+if TYPE_CHECKING:
+    from ..evaluate import Settings
 
 _EPILOG = f"""
 A SCHEME is what `kvbackend run --kv-format` takes: a format, then settings, such as "fp8_e4m3", "int8/fp4_e2m1" (K/V),
@@ -42,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=positive, metavar="N", help="passages for each context; default: 2")
     parser.add_argument("--scored", type=positive, metavar="N", help="tokens of a passage that count; default: 1024")
     parser.add_argument("--chunk", type=positive, metavar="N", help="tokens of a forward; default: 128")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="the scheme of a profile of `kvbackend tune`, with the others"
+    )
     parser.add_argument("--calibration", metavar="FILE", help="saved projections, for schemes with a rank")
     parser.add_argument("--compare", metavar="FILE", nargs="+", help="show saved --json documents side by side instead")
     parser.add_argument("--plot", metavar="FILE", help="draw bytes against perplexity (needs matplotlib)")
@@ -65,9 +71,12 @@ def main(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.compare:
         return compare(args)
+    if args.profile:
+        found = profile.read(args.profile)
+        args.schemes, args.calibration = [*args.schemes, found.scheme], args.calibration or found.calibration or None
     for scheme in args.schemes:
         parse(scheme)  # a misspelled one is told before the model loads
-    with evaluator(args) as made:
+    with evaluator(args, lambda: settings_of(args)) as made:
         schemes = list(args.schemes)
         if args.sweep:
             from ..evaluate import granularity_sweep
@@ -90,9 +99,17 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def settings_of(args: argparse.Namespace) -> Settings:
+    """How much the options ask to measure."""
+    from ..evaluate import QUICK, Settings
+
+    given = {name: getattr(args, name) for name in ("contexts", "rows", "scored", "chunk") if getattr(args, name)}
+    return replace(QUICK if args.quick else Settings(), **given)
+
+
 @contextmanager
-def evaluator(args: argparse.Namespace) -> Iterator[Any]:
-    """The model loaded, the sample made, the baseline measured; a bar on a terminal."""
+def evaluator(args: argparse.Namespace, settings: Callable[[], Settings]) -> Iterator[Any]:
+    """The model loaded, the sample made, the baseline measured; a bar on a terminal. Settings come with torch."""
     text_name, text = texts.read(args.text)
     model_store.need_packages("transformers", "safetensors")
     from .run import choose_device, load, quieten_transformers
@@ -101,17 +118,15 @@ def evaluator(args: argparse.Namespace) -> Iterator[Any]:
     import warnings
 
     from ..dispatch import FallbackWarning
-    from ..evaluate import QUICK, Evaluator, Settings
+    from ..evaluate import Evaluator
 
     warnings.simplefilter("ignore", FallbackWarning)  # the document names the backend of every op
-    given = {name: getattr(args, name) for name in ("contexts", "rows", "scored", "chunk") if getattr(args, name)}
-    settings = replace(QUICK if args.quick else Settings(), **given)
     with bar() as step:
         step("loading the model", 0, 1)
         name, folder = model_store.locate(args.model, lambda told: step(told, 0, 1))
         device = choose_device("auto")
         tokenizer, model = load(folder, "float32" if device.type == "cpu" else "bfloat16", device)
-        with Evaluator(model, tokenizer, name, text, text_name, settings, args.calibration, step) as made:
+        with Evaluator(model, tokenizer, name, text, text_name, settings(), args.calibration, step) as made:
             yield made
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from .. import profile
 from ..errors import ArgumentError
 from ..planner.configs import Source, builtin_names
 from ..planner.memory import WEIGHT_BITS, device_names
@@ -50,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         shape.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=meaning)
     cache = parser.add_argument_group("the cache")
     cache.add_argument("--kv-format", metavar="SCHEME", default="native", help="how it is stored; default: native")
+    cache.add_argument(
+        "--profile", metavar="FILE", help="the scheme that `kvbackend tune` wrote, in place of --kv-format"
+    )
     cache.add_argument("--compare", metavar="SCHEME", nargs="+", default=[], help="more schemes, side by side")
     cache.add_argument(
         "--block-size", type=int, metavar="N", help="tokens of a page; default: the usual of the attention"
@@ -87,6 +91,9 @@ def main(args: argparse.Namespace) -> int:
     from ..planner.walk import walk
 
     source = _source(args)
+    if args.profile:
+        profile.alone(args.profile, [] if args.kv_format == "native" else ["--kv-format"])
+        args.kv_format = profile.read(args.profile).scheme
     schemes = [] if args.compare and args.kv_format == "native" else [args.kv_format]
     plans = [_plan(source, scheme, args) for scheme in [*schemes, *args.compare]]
     steps = walk(plans[0].model) if args.walk else []

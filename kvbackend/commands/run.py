@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import model_store
+from .. import model_store, profile
 from ..errors import ArgumentError
 from ..planner.schemes import POLICIES, parse
 from ._output import print_json, print_table
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..integrations.transformers import PagedCache
 
 DEFAULT_PROMPT = "The capital of France is"
+SCHEME_OPTIONS = ("kv_format", "keep_recent", "keep_sinks", "evict", "low_rank")
 MAX_BLOCK_SIZE = 1 << 16  # tokens; far past every kernel's pages, and still little memory
 DTYPES = ("float32", "bfloat16", "float16")
 _EPILOG = f"""
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dims of a head divided by these, first layer to last: 2, or 1/1/2/2/4/4; fitted to a built-in text. Or "
         "the file of a kvbackend.compress.Calibration",
     )
+    cache.add_argument("--profile", metavar="FILE", help="all of this from what `kvbackend tune` wrote")
     cache.add_argument(
         "--block-size", type=positive, metavar="N", help="tokens of a page; default: 16, or what the format needs"
     )
@@ -114,7 +116,10 @@ def main(args: argparse.Namespace) -> int:
     """Run the command."""
     if not args.prompt.strip():
         raise ArgumentError("prompt is empty; the model needs at least one word: write one")
-    scheme = parse(scheme_of(args))
+    given = profile.read(args.profile) if args.profile else None
+    named = {f"--{name.replace('_', '-')}": getattr(args, name) for name in SCHEME_OPTIONS}
+    profile.alone(args.profile, [name for name, value in named.items() if value])
+    scheme = parse(given.scheme if given else scheme_of(args))
     if args.block_size and args.block_size > MAX_BLOCK_SIZE:
         raise ArgumentError(
             f"--block-size is {args.block_size}; a page holds 1 to {MAX_BLOCK_SIZE} tokens: pass 16, 64 or 256"
@@ -139,7 +144,7 @@ def main(args: argparse.Namespace) -> int:
 
             def calibration(path: str | None = None) -> Any:
                 step("fitting the low-rank projections", more=True)
-                return calibrated(model, tokenizer, path)
+                return calibrated(model, tokenizer, path or (given and given.calibration) or None)
 
             largest = lambda: largest_numbers(model, tokenizer)  # noqa: E731
             cached = options_of(scheme, model, calibration, largest, args.block_size)
@@ -173,7 +178,7 @@ def main(args: argparse.Namespace) -> int:
         "token_ids": token_ids,
         **streamer.clock.rates(prompt_tokens),
         **cache_figures(cache),
-        "kv_format": args.kv_format or "auto",
+        "kv_format": args.kv_format or scheme.key.replace("native", "auto"),
         "scheme": scheme.name,
         "backends": cache.backends,
     }

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from ..arrays import need, one_of
 from ..errors import ArgumentError
+from ..profile import write_whole
 from . import lowrank
 from .lowrank import Projection
 
@@ -124,24 +124,7 @@ class Calibration:
             {name: tensor.contiguous().cpu() for name, tensor in tensors.items()},
             metadata={"schema": SCHEMA, "about": json.dumps(self.about)},
         )
-        target = Path(path)
-        try:
-            descriptor, partial = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-        except OSError as error:
-            raise ArgumentError(
-                f"{target} cannot be written ({error.strerror}); its folder must exist and be writable: make it, or "
-                f"name another"
-            ) from error
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(partial, 0o644)
-            os.replace(partial, target)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        write_whole(path, data)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:

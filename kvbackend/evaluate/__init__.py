@@ -1,6 +1,6 @@
 """What compressing a KV cache costs a real model on real text: `kvbackend eval`."""
 
-from .evaluate import Evaluator, default_schemes, granularity_sweep
+from .evaluate import Evaluator, default_schemes, granularity_sweep, pareto
 from .sample import QUICK, Passage, Query, Settings, passages
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "Settings",
     "default_schemes",
     "granularity_sweep",
+    "pareto",
     "passages",
 ]

@@ -129,6 +129,8 @@ class Evaluator:
 
     def _run(self, scheme: str, baseline: measure.Baseline | None) -> measure.Baseline:
         options = options_of(parse(scheme), self.model, lambda: self.calibration, lambda: self.largest)
+        if options.get("sparse") is not None:
+            options["sparse_prompt"] = True  # every scored token chooses, as in decoding
         made = functools.partial(new_cache, self.model, **options)
         done = 0
 

@@ -23,6 +23,7 @@ SETTINGS = {
     "evict": "the same with its policy, POLICY:KEEP[:NAME=VALUE...], such as snapkv:25% or h2o:512:summary=8",
     "recent": "last tokens kept in bf16",
     "sinks": "first tokens kept in bf16",
+    "topk": "tokens that a query attends to besides first and recent ones (sparse attention; all are stored)",
     "scales": "amax: static scales from the largest numbers of a calibration text, not 1 (for running; not counted)",
     "window": "format of the window rows of compressed attention (DeepSeek-V4 and V4.1)",
 }
@@ -66,6 +67,7 @@ class Scheme:
     ratios: tuple[int, ...] = ()
     keep: int | Fraction | None = None
     evict: Eviction | None = None
+    topk: int | None = None
     scales: str | None = None
     recent: int = 0
     sinks: int = 0

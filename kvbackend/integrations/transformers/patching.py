@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -12,11 +13,13 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from ... import profile as profiles
 from ...errors import ArgumentError, UnsupportedError
 from . import families, sparse
 from .attention import NAME, latent_rows, register
 from .cache import PagedCache
 from .rope import rope_table
+from .schemes import calibrated, options_of
 from .sparse import SparseCache
 from .store import Options
 
@@ -35,17 +38,20 @@ class Patch:
     options: dict[str, Any]
 
 
-def patch(model: Model, **options: Any) -> Model:
+def patch(model: Model, *, profile: str | os.PathLike[str] | None = None, **options: Any) -> Model:
     """Make a model decode through kvbackend: its attention, its mask, and the cache that `generate` makes.
 
     model     a causal decoder: Llama-like (MHA, GQA, MQA; sliding windows, softcap, sinks), DeepSeek-V2/V3-like (MLA,
               which then runs absorbed over its latent rows), or a sparse one, whose attention modules then run through
               `kvbackend.models`: DeepSeek-V3.2, GLM-5 or DeepSeek-V4. It is changed in place
+    profile   a file that `kvbackend tune` wrote, whose scheme gives the options that are not given here
     options   those of PagedCache: block_size, num_blocks, kv_format, keep_recent, evict, low_rank and so on; a sparse
               model has the first two only
     Returns the model. Raises UnsupportedError with every reason if the model has what the ops cannot express; it is
     unchanged then. `unpatch(model)` takes everything back. Patching again changes the options.
     """
+    if profile is not None:
+        options = {**_profile_options(model, profile), **options}
     PagedCache(1, **options)  # wrong options are told now, not at the first generate
     unpatch(model)
     reasons = list(unsupported(model))
@@ -68,6 +74,11 @@ def patch(model: Model, **options: Any) -> Model:
     if model.can_generate():
         vars(model)["generate"] = functools.partial(generate, model)
     return model
+
+
+def _profile_options(model: PreTrainedModel, path: str | os.PathLike[str]) -> dict[str, Any]:
+    found = profiles.read(path)
+    return options_of(found.scheme, model, lambda: calibrated(model, None, found.calibration))
 
 
 def unpatch(model: Model) -> Model:

@@ -1,0 +1,107 @@
+"""A profile: the scheme that `kvbackend tune` found for a model, and what it measured, as a small TOML file.
+
+`run`, `eval` and `plan` take one by --profile, and `patch(model, profile=...)` of the transformers integration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .errors import ArgumentError
+
+SCHEMA = "kvbackend-profile/1"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `tune` writes.
+
+    scheme             how tokens are stored, as for `kvbackend run --kv-format`
+    model              that it was measured on
+    perplexity_change  relative, against full precision
+    cache_bytes, cache_bytes_fp16   of the measured text
+    tokens_per_s       through the model, teacher-forced, on the machine that measured
+    configuration_id   that of the measurement, as `kvbackend eval` records it
+    calibration        a file of projections beside the profile, if the scheme has a rank
+    """
+
+    scheme: str
+    model: str
+    perplexity_change: float
+    cache_bytes: int
+    cache_bytes_fp16: int
+    tokens_per_s: float
+    configuration_id: str
+    calibration: str = ""
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the file; it appears whole or not at all."""
+        # a JSON string or number is a TOML one
+        lines = [f"{name} = {json.dumps(value)}" for name, value in {"schema": SCHEMA, **asdict(self)}.items()]
+        write_whole(path, ("\n".join(lines) + "\n").encode())
+
+
+def read(path: str | os.PathLike[str]) -> Profile:
+    """The profile in a file. Raises ArgumentError for one that is not whole or not such a one."""
+    try:
+        found = _parser().loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # a TOMLDecodeError is a ValueError
+        raise ArgumentError(f"profile {path} cannot be read ({error}); `kvbackend tune` writes one: make it") from error
+    if found.pop("schema", None) != SCHEMA:
+        raise ArgumentError(f"profile {path} is no {SCHEMA}; it must be one that `kvbackend tune` wrote: make it again")
+    known = {field.name: field for field in fields(Profile)}
+    absent = [name for name, field in known.items() if name not in found and field.default is MISSING]
+    if absent or (unknown := sorted(found.keys() - known.keys())):
+        told = f"lacks {', '.join(absent)}" if absent else f"has {', '.join(unknown)}"
+        raise ArgumentError(f"profile {path} {told}; its keys are {', '.join(known)}: make it again, or correct it")
+    profile = Profile(**found)
+    if profile.calibration:
+        beside = Path(path).parent / profile.calibration
+        return Profile(**{**asdict(profile), "calibration": str(beside)})
+    return profile
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file that appears whole or not at all."""
+    target = Path(path)
+    try:
+        descriptor, partial = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
+    except OSError as error:
+        raise ArgumentError(
+            f"{target} cannot be written ({error.strerror}); its folder must exist and be writable: make it, or name "
+            f"another"
+        ) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(partial, 0o644)
+        os.replace(partial, target)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def _parser() -> Any:
+    """tomllib, which is a part of Python from 3.11 on, or tomli, which is the same for 3.10."""
+    for name in ("tomllib", "tomli"):
+        try:
+            return __import__(name)
+        except ImportError:
+            continue
+    raise ArgumentError("a profile is TOML, which this Python 3.10 cannot read; tomli can: run pip install tomli")
+
+
+def alone(profile: str | None, given: Iterable[str]) -> None:
+    """Raise ArgumentError where options say again what a profile says."""
+    if profile and (others := list(given)):
+        raise ArgumentError(
+            f"--profile is given with {', '.join(others)}; a profile says how tokens are stored: give one of the two"
+        )
