@@ -159,6 +159,19 @@ def test_compressed_caches_are_counted(run, folder, options, kept, total):
     assert document["cache_bytes_fp16"] == blocks * document["block_size"] * LAYERS * HEADS * DIM * 2 * 2
 
 
+def test_sparse_attention_says_what_it_did(run, folder):
+    options = "--sparse-topk", "32/16", "--sparse-reselect", 3
+    code, out, err = run("--model", folder, "--json", "w1 w2", "--max-new-tokens", 20, *options, *ON_REFERENCE)
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["scheme"] == "auto,topk=32/16,reselect=3"
+    assert document["sparse"] == "dense: a choice of 100 tokens would cover all 21"
+    assert document["sparse_seconds"].keys() == {"index", "top_k", "attention"}
+    assert document["sparse_seconds"]["attention"] > 0
+    code, out, err = run("--model", folder, "w1", "--max-new-tokens", 2, *options, *ON_REFERENCE)
+    assert (code, "its stages" in out) == (0, True)
+
+
 def test_low_rank_from_a_file_evicted_and_quantized(run, folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -259,6 +272,9 @@ def test_chat_template(run, folder, tmp_path):
         (["--evict", "h2o:8:observed=2"], "h2o takes recent, per_head, summary, slack"),
         (["--evict", "h2o:8:recent=x"], "recent is 'x' in evict"),
         (["--evict", "h2o:8", "--keep-recent", "4"], "give one of the two"),
+        (["--sparse-topk", "8/4/2"], "topk has 3 entries; the number of entries must divide the 2 layers"),
+        (["--sparse-reselect", "4"], "reselect without topk"),
+        (["--sparse-topk", "8", "--evict", "h2o:8"], "sparse is given with evict"),
         (["--keep-recent", "-1"], "-1 must be 0 or more"),
         (["--low-rank", "0"], "ratios is '0'"),
         (["--raw", "--chat"], "not allowed with"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..integrations.transformers import PagedCache
 
 DEFAULT_PROMPT = "The capital of France is"
-SCHEME_OPTIONS = ("kv_format", "keep_recent", "keep_sinks", "evict", "low_rank")
+SCHEME_OPTIONS = ("kv_format", "keep_recent", "keep_sinks", "evict", "low_rank", "sparse_topk", "sparse_reselect")
 MAX_BLOCK_SIZE = 1 << 16  # tokens; far past every kernel's pages, and still little memory
 DTYPES = ("float32", "bfloat16", "float16")
 _EPILOG = f"""
@@ -73,6 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dims of a head divided by these, first layer to last: 2, or 1/1/2/2/4/4; fitted to a built-in text. Or "
         "the file of a kvbackend.compress.Calibration",
     )
+    cache.add_argument(
+        "--sparse-topk",
+        metavar="K[/K...]",
+        help="decode steps attend to the best K tokens, the first 4 and the last 64; a list goes from first to last layer",
+    )
+    cache.add_argument("--sparse-reselect", type=count, metavar="N", help="choose every N steps; 0: once. Default: 1")
+    cache.add_argument(
+        "--sparse-from",
+        type=count,
+        metavar="TOKENS",
+        help="shorter contexts are attended to in full; default: what `kvbackend bench --crossover` measured here",
+    )
     cache.add_argument("--profile", metavar="FILE", help="all of this from what `kvbackend tune` wrote")
     cache.add_argument(
         "--block-size", type=positive, metavar="N", help="tokens of a page; default: 16, or what the format needs"
@@ -109,6 +121,8 @@ def scheme_of(args: argparse.Namespace) -> str:
     parts += [f"evict={args.evict}"] if args.evict else []
     if args.low_rank and not os.path.exists(args.low_rank):
         parts.append(f"ratios={args.low_rank}")
+    parts += [f"topk={args.sparse_topk}"] if args.sparse_topk else []
+    parts += [f"reselect={args.sparse_reselect}"] if args.sparse_reselect is not None else []
     return ",".join(parts)
 
 
@@ -150,6 +164,8 @@ def main(args: argparse.Namespace) -> int:
             cached = options_of(scheme, model, calibration, largest, args.block_size)
             if args.low_rank and os.path.exists(args.low_rank):
                 cached["low_rank"] = calibration(args.low_rank)
+            if "sparse" in cached:
+                cached |= dict(timed=True, dense_below="auto" if args.sparse_from is None else args.sparse_from)
             patch(model, **cached)
             options: dict[str, Any] = dict(inputs, do_sample=False, pad_token_id=tokenizer.pad_token_id)
             step("warming up")
@@ -178,6 +194,7 @@ def main(args: argparse.Namespace) -> int:
         "token_ids": token_ids,
         **streamer.clock.rates(prompt_tokens),
         **cache_figures(cache),
+        **sparse_figures(cache, model),
         "kv_format": args.kv_format or scheme.key.replace("native", "auto"),
         "scheme": scheme.name,
         "backends": cache.backends,
@@ -192,6 +209,8 @@ def main(args: argparse.Namespace) -> int:
         print_table((name, f"{dtype} on {device}"), list(table(document)))
         if args.verify:
             print(verdict(document))
+        if advice := document.get("sparse_advice"):
+            print(advice, file=sys.stderr)
     return 0 if document.get("identical_to_transformers", True) else 1
 
 
@@ -360,6 +379,19 @@ def cache_figures(cache: PagedCache) -> dict[str, Any]:
     }
 
 
+def sparse_figures(cache: PagedCache, model: Any) -> dict[str, Any]:
+    """What sparse attention did and how long its stages took; nothing without it."""
+    store = cache.store
+    if store is None or store.sparse is None:
+        return {}
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    return {
+        "sparse": store.sparse.explain(0, heads, cache.tokens),
+        "sparse_seconds": {stage: round(seconds, 4) for stage, seconds in store.sparse.seconds.items()},
+        "sparse_advice": store.sparse.advice(),
+    }
+
+
 def transformers_tokens(model: Any, options: dict[str, Any], max_new_tokens: int) -> list[int]:
     """The new tokens that transformers' own attention and cache find. The model stays unpatched."""
     from ..integrations.transformers import unpatch
@@ -388,6 +420,9 @@ def table(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "cache in all", f"{total:,} bytes ({total / total_fp16:.2f} of fp16's {total_fp16:,})"
     used, size = document["pages_used"], document["block_size"]
     yield "pages used", f"{used} of {document['pages_total']}, {size} tokens each"
+    if "sparse" in document:
+        yield "sparse", document["sparse"]
+        yield "its stages", ", ".join(f"{stage} {seconds:g} s" for stage, seconds in document["sparse_seconds"].items())
     for op, backend in document["backends"].items():
         yield op, str(backend)
 

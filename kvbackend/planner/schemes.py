@@ -23,7 +23,9 @@ SETTINGS = {
     "evict": "the same with its policy, POLICY:KEEP[:NAME=VALUE...], such as snapkv:25% or h2o:512:summary=8",
     "recent": "last tokens kept in bf16",
     "sinks": "first tokens kept in bf16",
-    "topk": "tokens that a query attends to besides first and recent ones (sparse attention; all are stored)",
+    "topk": "tokens that a query attends to besides first and recent ones (sparse attention; all are stored), or a "
+    "list such as 512/256, stretched over the layers",
+    "reselect": "decode steps that one choice of topk serves; 0 is all of them",
     "scales": "amax: static scales from the largest numbers of a calibration text, not 1 (for running; not counted)",
     "window": "format of the window rows of compressed attention (DeepSeek-V4 and V4.1)",
 }
@@ -67,7 +69,8 @@ class Scheme:
     ratios: tuple[int, ...] = ()
     keep: int | Fraction | None = None
     evict: Eviction | None = None
-    topk: int | None = None
+    topk: tuple[int, ...] = ()
+    reselect: int = 1
     scales: str | None = None
     recent: int = 0
     sinks: int = 0
@@ -140,6 +143,8 @@ def parse(text: str) -> Scheme:
             raise ArgumentError(f"the scheme {text!r} has {name!r}; settings are {_settings()}: choose one of these")
     if "rank" in found and "ratios" in found:
         raise ArgumentError(f"the scheme {text!r} has rank and ratios; both set the rank of a layer: give one of them")
+    if "reselect" in found and "topk" not in found:
+        raise ArgumentError(f"the scheme {text!r} has reselect without topk; it says how often topk chooses: add topk")
     if "evict" in found and any(setting.startswith("keep") for setting in settings):
         raise ArgumentError(f"the scheme {text!r} has keep and evict; both say how many tokens stay: give one of them")
     return Scheme(text, by_layer=tuple(by_layer), **found)  # type: ignore[arg-type]
@@ -190,7 +195,7 @@ def _value(name: str, given: str) -> object:
                 f"scales is {given!r}; it can be amax, and is 1 where it is left out: write scales=amax"
             )
         return given
-    if name == "ratios":
+    if name in ("ratios", "topk"):
         return tuple(_whole(name, part, 1) for part in given.split("/"))
     if name == "keep" and not given.isdigit():
         try:
@@ -200,7 +205,7 @@ def _value(name: str, given: str) -> object:
         if not 0 < share <= 1:
             raise ArgumentError(f"keep is {given!r}; it must be tokens (4096) or a share up to 1 (0.25, 25%): fix it")
         return share
-    return _whole(name, given, 0 if name in ("recent", "sinks") else 1)
+    return _whole(name, given, 0 if name in ("recent", "sinks", "reselect") else 1)
 
 
 def _whole(name: str, given: str, least: int) -> int:
@@ -212,6 +217,16 @@ def _whole(name: str, given: str, least: int) -> int:
 def is_kivi(name: str) -> bool:
     """True for a format whose key scales span tokens."""
     return name not in (*formats.record_names(), "native") and formats.get(name).granularity == "kivi"
+
+
+def stretched(name: str, entries: tuple[int, ...], num_layers: int) -> list[int]:
+    """A list of a setting as one entry for each layer, each for as many in order."""
+    if num_layers % len(entries):
+        raise ArgumentError(
+            f"{name} has {len(entries)} entries; the number of entries must divide the {num_layers} layers: give as "
+            f"many as layers, or a divisor"
+        )
+    return [entry for entry in entries for _ in range(num_layers // len(entries))]
 
 
 def ranks(scheme: Scheme, num_layers: int, dim: int, value: bool = False) -> list[int]:
@@ -227,11 +242,5 @@ def ranks(scheme: Scheme, num_layers: int, dim: int, value: bool = False) -> lis
         return [rank] * num_layers
     if not scheme.ratios:
         return [dim] * num_layers
-    if num_layers % len(scheme.ratios):
-        raise ArgumentError(
-            f"ratios has {len(scheme.ratios)} entries; the number of entries must divide the {num_layers} layers: "
-            f"give as many as layers, or a divisor"
-        )
-    repeat = num_layers // len(scheme.ratios)
-    by_layer = [ratio for ratio in scheme.ratios for _ in range(repeat)]
+    by_layer = stretched("ratios", scheme.ratios, num_layers)
     return [dim if ratio == 1 else min(dim, max(16, round(dim / ratio / 16) * 16)) for ratio in by_layer]

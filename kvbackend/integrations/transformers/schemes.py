@@ -15,7 +15,7 @@ from ... import compress, formats, texts
 from ...cache import Sparsity
 from ...compress import Calibration, Policy
 from ...errors import ArgumentError
-from ...planner.schemes import FULL_PRECISION, POLICIES, ROWS_OF_BUDGET, Eviction, Scheme, parse, ranks
+from ...planner.schemes import FULL_PRECISION, POLICIES, ROWS_OF_BUDGET, Eviction, Scheme, parse, ranks, stretched
 from .store import projections
 
 DEFAULT_BLOCK = 16  # tokens
@@ -65,8 +65,8 @@ def options_of(
             f"the scheme {wanted.name!r} has keep without a policy; which tokens stay must be said to run it: write "
             f"evict=snapkv:{wanted.keep}"
         )
-    if wanted.topk is not None:
-        options["sparse"] = Sparsity(wanted.topk)
+    if wanted.topk:
+        options["sparse"] = Sparsity(stretched("topk", wanted.topk, num_layers), reselect=wanted.reselect)
     if wanted.scales is not None:
         options["scales"] = _scales(wanted, names, largest)
     if wanted.rank or wanted.ratios:
