@@ -18,7 +18,7 @@ from kvbackend.evaluate.evaluate import configuration_id, pareto
 from kvbackend.evaluate.sample import digest
 from kvbackend.planner.schemes import parse
 
-from .integrations.models import build
+from .integrations.models import MODELS, build
 from .integrations.test_compressed import Rounded
 
 DIM, CONTEXT, SCORED, ROWS = 32, 300, 60, 2
@@ -301,6 +301,29 @@ def test_table(command, folder):
     assert err == ""
     for text in ("full precision", "int8 *", "of fp16", "perplexity", "top-1", "configuration"):
         assert text in out
+
+
+def test_bar_on_a_terminal(command, folder, monkeypatch):
+    pytest.importorskip("rich", reason="rich is not installed; without it nothing is shown while it runs")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
+    code, out, err = command("--model", folder, *SMALL, "int8", "--json")
+    assert code == 0
+    assert json.loads(out)["schemes"][0]["name"] == "int8"
+    assert "loading the model" in err
+    assert "int8" in err
+
+
+def test_models_of_latent_rows(tokenizer):
+    latent = build("deepseek_v3", **{**MODELS["deepseek v3"][1], "kv_lora_rank": 32, "max_position_embeddings": 1024})
+    with Evaluator(latent, tokenizer, "latent", TEXT, "manual", SETTINGS) as made:
+        assert made.head_dim is None
+        document = made.document(["fp8_e4m3", "int4", "bf16,evict=window:40", "bf16,evict=snapkv:25%"], strict=False)
+    assert [entry["name"] for entry in document["schemes"]] == ["fp8_e4m3", "bf16,evict=window:40"]
+    assert "MLA's latent row is both" in document["left_out"][0]["reason"]
+    assert "would need keys of kv heads" in document["left_out"][1]["reason"]
+    found = document["schemes"][0]
+    assert found["cache_bytes_fp16"] == ROWS * -(-(CONTEXT + SCORED) // 16) * 16 * 2 * (32 + 4) * 2
+    assert 0 < abs(found["perplexity_change"]) < 0.1
 
 
 def test_schemes_that_a_model_cannot_have_are_left_out_of_lists(command, folder):

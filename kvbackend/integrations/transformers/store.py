@@ -206,6 +206,7 @@ class Store:
         self.counts: list[int] = []  # new tokens of each in this forward
         self.slots: tuple[Tensor, ...] = ()  # [T] int64, for each layer
         self.positions: Tensor | None = None  # [T] int64, in the text
+        self._batch: dict[str, Any] | None = None  # of this forward
 
     def _need_rope(self) -> None:
         why = "low_rank" if self.pairs is not None else "StreamingLLM(positions='cache')"
@@ -240,7 +241,7 @@ class Store:
             self.rows = [self.sequences.new_sequence() for _ in counts]
         if grows:
             self._make_room(counts)
-        self.counts = list(counts)
+        self.counts, self._batch = list(counts), None
         if self.kept is not None:
             self.slots = self.kept.append(self.rows, counts)
         else:
@@ -296,13 +297,9 @@ class Store:
             q = self._turned(q, inverse=True)
             q = self._turned(q, self.kept.positions(self.rows, self.counts))
         if self.kept is None and self.pairs is None:
-            batch = self.pages.batch(self.rows, self.counts)
-            self._tell("paged_attention", q=q, softmax_scale=scale, **batch, **pages.arguments, **options)
+            self._tell("paged_attention", q=q, softmax_scale=scale, **self.batch(), **pages.arguments, **options)
             return self.pages.attend(layer, q, self.rows, self.counts, scale, **options)[0]
-        if self.kept is None:
-            arguments = self.pages.batch(self.rows, self.counts)
-        else:
-            arguments = self.kept.batch(layer, self.rows, self.counts)
+        arguments = self._batch_of(layer)
         if self.pairs is not None:
             arguments |= self.reconstructed(layer)
         else:
@@ -329,7 +326,7 @@ class Store:
         """Decode steps choose their tokens; prompts, unless they are to, and layers with a window do not."""
         assert self.sparse is not None
         pages = self._pages_of(layer)
-        batch = self.pages.batch(self.rows, self.counts)
+        batch = self.batch()
         self._tell("reshape_and_cache", key=k, value=v, slot_mapping=self.slots[layer], **pages.arguments)
         self._tell("paged_attention", q=q, softmax_scale=scale, **batch, **pages.arguments)
         self.sparse.write(layer, self.rows, self.counts, self.slots[layer], k, v)
@@ -345,18 +342,22 @@ class Store:
         self._tell("concat_and_cache_mla", ckv=ckv, kpe=kpe, slot_mapping=self.slots[layer], **pages.arguments)
         pages.write(self.slots[layer], ckv, kpe)
         names = dict(zip(("q_nope", "q_pe"), q, strict=True))
-        source = self.pages if self.kept is None else None
-        batch = source.batch(self.rows, self.counts) if source else self._evicted_batch(layer)
-        arguments = dict(**names, softmax_scale=scale, **batch, **pages.arguments)
+        arguments = dict(**names, softmax_scale=scale, **self._batch_of(layer), **pages.arguments)
         self._tell("mla_attention", **arguments)
-        if source is not None:
-            return source.attend(layer, q, self.rows, self.counts, scale)[0]
+        if self.kept is None:
+            return self.pages.attend(layer, q, self.rows, self.counts, scale)[0]
         out: Tensor = ops.mla_attention(**arguments)[0]
         return out
 
-    def _evicted_batch(self, layer: int) -> dict[str, Any]:
-        assert self.kept is not None
-        return self.kept.batch(layer, self.rows, self.counts)
+    def batch(self) -> dict[str, Any]:
+        """The batch where layers share a table, by the names of the ops' arguments; made once a forward."""
+        if self._batch is None:
+            self._batch = self.pages.batch(self.rows, self.counts)
+        return self._batch
+
+    def _batch_of(self, layer: int) -> dict[str, Any]:
+        """The same for one layer; the caller's own."""
+        return dict(self.batch()) if self.kept is None else self.kept.batch(layer, self.rows, self.counts)
 
     def reconstructed(self, layer: int) -> dict[str, Any]:
         """Pages of a low-rank layer's keys as its queries meet them, and its latent values; as paged_attention's
