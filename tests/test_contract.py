@@ -26,7 +26,6 @@ FEW = 3
 # Ops whose reference is all there is yet: chosen explicitly, since automatic choice warns.
 WITHOUT_KERNEL = {
     "candidate_blocks",
-    "compress_kv",
     "indexer_logits",
     "lightning_indexer",
     "shared_kv_attention",
