@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--sparse-topk",
         metavar="K[/K...]",
-        help="decode steps attend to the best K tokens, the first 4 and the last 64; a list goes from first to last layer",
+        help="decode steps attend to the best K tokens, the first 4 and the last 64; a list is for the layers in order",
     )
     cache.add_argument("--sparse-reselect", type=count, metavar="N", help="choose every N steps; 0: once. Default: 1")
     cache.add_argument(

@@ -8,7 +8,7 @@ import pytest
 
 from kvbackend.errors import ArgumentError
 from kvbackend.planner import plan
-from kvbackend.planner.schemes import Scheme, parse, ranks
+from kvbackend.planner.schemes import Eviction, Scheme, parse, ranks
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,22 @@ from kvbackend.planner.schemes import Scheme, parse, ranks
         ("bf16,keep=0.5", Scheme("bf16,keep=0.5", "bf16", keep=Fraction(1, 2))),
         ("int4, recent = 128, sinks=4", Scheme("int4, recent = 128, sinks=4", "int4", recent=128, sinks=4)),
         ("bf16,ratios=1/2", Scheme("bf16,ratios=1/2", "bf16", ratios=(1, 2))),
+        ("bf16,rank=32/64", Scheme("bf16,rank=32/64", "bf16", rank=32, value_rank=64)),
+        ("auto/int8", Scheme("auto/int8", "native", "int8")),
+        (
+            "int8,evict=h2o:512:summary=8:recent=64",
+            Scheme(
+                "int8,evict=h2o:512:summary=8:recent=64",
+                "int8",
+                keep=512,
+                evict=Eviction("h2o", 512, (("summary", "8"), ("recent", "64"))),
+            ),
+        ),
+        (
+            "bf16,evict=snapkv:25%",
+            Scheme("bf16,evict=snapkv:25%", keep=Fraction(1, 4), key="bf16", evict=Eviction("snapkv", Fraction(1, 4))),
+        ),
+        ("fp8_e4m3:head,scales=amax", Scheme("fp8_e4m3:head,scales=amax", "fp8_e4m3:head", scales="amax")),
         ("auto,topk=64/32,reselect=0", Scheme("auto,topk=64/32,reselect=0", topk=(64, 32), reselect=0)),
         ("bf16,0-3=int8,9=fp32", Scheme("bf16,0-3=int8,9=fp32", "bf16", by_layer=((0, 3, "int8"), (9, 9, "fp32")))),
         ("bf16,window=v41_fp8_528", Scheme("bf16,window=v41_fp8_528", "bf16", window="v41_fp8_528")),
@@ -48,6 +64,13 @@ def test_parse(text: str, scheme: Scheme) -> None:
         ("bf16,keep=1/0", ("'1/0'",)),
         ("bf16,speed=9", ("'speed'", "keep")),
         ("bf16,rank=8,ratios=2", ("rank and ratios",)),
+        ("bf16,evict=h2o", ("'h2o'", "POLICY:KEEP")),
+        ("bf16,evict=lru:64", ("'lru:64'", "snapkv")),
+        ("bf16,evict=h2o:0", ("keep is '0'",)),
+        ("bf16,evict=h2o:64:recent", ("'recent'", "NAME=VALUE")),
+        ("bf16,evict=h2o:64,keep=64", ("keep and evict",)),
+        ("bf16,scales=max", ("'max'", "scales=amax")),
+        ("bf16,rank=8/0", ("'0'",)),
         ("bf16,topk=0", ("'0'", "from 1")),
         ("bf16,reselect=4", ("reselect without topk",)),
         ("bf16,0-3=fp9", ("'fp9'",)),
@@ -112,3 +135,16 @@ def test_ranks_are_multiples_of_16_and_stretched_over_the_layers() -> None:
     assert ranks(parse("bf16,ratios=3"), 2, 128) == [48, 48]
     assert ranks(parse("bf16,ratios=100"), 1, 128) == [16]
     assert ranks(parse("bf16"), 3, 64) == [64, 64, 64]
+
+
+def test_keys_and_values_have_ranks_of_their_own() -> None:
+    scheme = parse("bf16,rank=32/64")
+    assert ranks(scheme, 3, 64) == [32] * 3
+    assert ranks(scheme, 3, 64, value=True) == [64] * 3
+    assert ranks(parse("bf16,rank=32"), 2, 64, value=True) == [32] * 2
+
+
+def test_a_policy_counts_as_the_tokens_that_it_keeps() -> None:
+    for kept, policy in (("keep=4096", "evict=h2o:4096:summary=8"), ("keep=25%", "evict=snapkv:25%")):
+        ours, wanted = (plan("llama-3-8b", kv_format=f"int8,{setting}", context=8192) for setting in (policy, kept))
+        assert ours.bytes_at(8192) == wanted.bytes_at(8192)
