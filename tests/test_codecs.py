@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbackend import formats
 from kvbackend.codecs import decode, encode, global_scale_of, grids, pack_record, unpack_record
@@ -586,3 +587,21 @@ def test_refusals_say_what_is_allowed(call, words) -> None:  # type: ignore[no-u
 def test_every_format_is_in_this_file() -> None:
     """A new format needs numbers here."""
     assert {name.partition(":")[0] for name, _ in EVERY_FORMAT} == set(formats.names())
+
+
+class NoNumberDivides(TorchDispatchMode):
+    """Raises where a tensor is divided by a Python number, which torch's CUDA kernel makes a multiplication."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.__name__.startswith("div") and not isinstance(args[1], torch.Tensor):
+            raise AssertionError(f"{function} by {args[1]}")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kv_format", "role"), QUANTIZED)
+def test_every_division_is_one_on_every_device(kv_format: str, role: str) -> None:
+    rows = torch.randn(128, 2, 128, generator=torch.Generator().manual_seed(1))
+    with NoNumberDivides():
+        encode(rows, kv_format, role, global_scale_of(rows) if kv_format.startswith("nvfp4") else None)
+    with pytest.raises(AssertionError, match="by 3"), NoNumberDivides():
+        rows / 3.0

@@ -29,6 +29,11 @@ def magnitude(x: Tensor) -> Tensor:
     return x.masked_fill(x == torch.inf, LARGEST_FLOAT16)
 
 
+def divide(x: Tensor, number: float) -> Tensor:
+    """x / number, a division on every device: given a Python number, torch's CUDA kernel multiplies by 1 / number."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 # ---------------------------------------------------------------------------------------------------- one number
 
 
@@ -152,13 +157,13 @@ def make_scales(amax: Tensor, grid: Grid, rule: str, floor: float | None = None)
     """
     if rule == "amax":
         if floor is None:
-            return (amax / grid.largest).clamp(min=SMALLEST_SCALE)
-        return amax.clamp(min=floor) / grid.largest
+            return divide(amax, grid.largest).clamp(min=SMALLEST_SCALE)
+        return divide(amax.clamp(min=floor), grid.largest)
     if rule == "pow2_ceil":
-        return pow2_ceil(amax.clamp(min=grid.floor if floor is None else floor) / grid.largest)
+        return pow2_ceil(divide(amax.clamp(min=grid.floor if floor is None else floor), grid.largest))
     if rule == "ocp_floor":
         return pow2_floor(amax if floor is None else amax.clamp(min=floor), grid.emax)
     if rule == "e4m3":
         amax = amax if floor is None else amax.clamp(min=floor)
-        return e4m3_codes((amax / grid.largest).clamp(min=SMALLEST_E4M3_SCALE))
+        return e4m3_codes(divide(amax, grid.largest).clamp(min=SMALLEST_E4M3_SCALE))
     raise AssertionError(f"no such rule: {rule}")

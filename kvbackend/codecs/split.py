@@ -102,7 +102,7 @@ def global_scale_of(x: Tensor) -> Tensor:
 
     1 where x is all zero. Source: NVIDIA NVFP4 (Transformer Engine, ModelOpt).
     """
-    scale = _all_of(grids.magnitude(grids.without_nan(x))) / (448.0 * 6.0)
+    scale = grids.divide(_all_of(grids.magnitude(grids.without_nan(x))), 448.0 * 6.0)
     return scale.masked_fill(scale == 0, 1.0)
 
 
@@ -190,7 +190,7 @@ def _encode_kivi(x: Tensor, fmt: KVFormat, role: str) -> tuple[Tensor, Tensor]:
     assert fmt.group is not None
     groups = x.unflatten(dim, (x.shape[dim] // fmt.group, fmt.group))
     minimum, maximum = groups.amin(dim), groups.amax(dim)
-    step, low = ((maximum - minimum) / 15).half(), minimum.half()
+    step, low = grids.divide(maximum - minimum, 15.0).half(), minimum.half()
     step = step.masked_fill(step == 0, 1.0)  # all equal, or apart by less than float16 tells
     codes = (x - _spread(low.float(), fmt, role)) / _spread(step.float(), fmt, role)
     return grids.pack_nibbles(codes.clamp(0, 15).round().to(torch.uint8)), torch.stack((step, low), -1)

@@ -1,0 +1,120 @@
+"""Launches of triton/attention.py: what paged_attention and mla_attention share.
+
+A sequence of up to 4 queries (speculation) counts as decode, or of as many as fit in a tile of 64 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import launching
+from .cached import Operand
+
+MAX_SPLITS = 32
+MIN_TOKENS = 256  # keys of the smallest split
+DECODE_QUERIES, DECODE_ROWS = 4, 64
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of one kind of tile."""
+
+    heads: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def queries(self) -> int:
+        return self.block_m // self.heads
+
+    def constants(self) -> dict[str, int]:
+        return dict(
+            HEADS=self.heads, BLOCK_M=self.block_m, BLOCK_N=self.block_n, num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )  # fmt: skip
+
+
+def decode_tiles(group: int, dim: int, narrow: bool) -> Tiles:
+    """For sequences of few queries. `narrow`: fewer keys at a time, where each takes many registers."""
+    most = 16 if dim > 256 else DECODE_ROWS
+    heads = min(group, most)
+    block_m = min(max(launching.power_of_two(DECODE_QUERIES * heads), 16), max(most, launching.power_of_two(heads)))
+    narrow = narrow or dim > 256
+    return Tiles(heads, block_m, 32 if narrow else 64, 8 if dim > 256 else 4, 1 if narrow else 2)
+
+
+def prefill_tiles(group: int, dim: int, narrow: bool) -> Tiles:
+    """For sequences of many queries."""
+    block_m = 16 if dim > 256 else 32 if narrow else 64 if dim > 128 else 128
+    narrow = narrow or dim > 128
+    return Tiles(min(group, block_m), block_m, 32 if narrow else 64, 8 if block_m != 32 else 4, 1 if narrow else 2)
+
+
+def attend(
+    q: Tensor, keys: Operand, values: Operand, kv_heads: int, value_dim: int, block_table: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor, max_seqlen_q: int, block_size: int, softmax_scale: float, causal: bool, return_lse: bool,
+    window: int = -1, softcap: float = 0.0, sinks: Tensor | None = None, positions: Tensor | None = None,
+    bias: Tensor | None = None, q_pe: Tensor | None = None, k_pe: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [T, H, value_dim] and lse, as the ops return them. Rows of no sequence are 0 and -inf."""
+    from ...triton.attention import attention, merge_splits
+
+    num_tokens, num_heads, dim = q.shape
+    out = q.new_zeros(num_tokens, num_heads, value_dim)
+    lse = q.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32)
+    num_seqs, capacity = seq_lens.shape[0], block_table.shape[1] * block_size
+    if 0 in (num_tokens, num_seqs, capacity, keys.rows[0].numel()) or max_seqlen_q <= 0:
+        return out, lse
+    group = num_heads // kv_heads
+    narrow = q.dtype is torch.float32 or keys.quantized or values.quantized
+    few, many = decode_tiles(group, dim, narrow), prefill_tiles(group, dim, narrow)
+    num_splits = min(MAX_SPLITS, launching.cdiv(capacity, MIN_TOKENS))
+    decode_queries = min(few.queries, DECODE_QUERIES)
+    part_out = torch.empty(
+        num_seqs, num_splits, decode_queries, num_heads, value_dim, dtype=torch.float32, device=q.device
+    )
+    part_lse = torch.empty(part_out.shape[:-1], dtype=torch.float32, device=q.device)
+    latent = q_pe is not None
+    pe_strides = (*q_pe.stride(), *k_pe.stride()) if q_pe is not None and k_pe is not None else (0,) * 6
+    args = (
+        q, *q.stride(), q if q_pe is None else q_pe, *pe_strides[:3],
+        *keys.rows, *keys.scales, keys.number, *values.rows, *values.scales, values.number,
+        q if k_pe is None else k_pe, *pe_strides[3:],
+        block_table, *block_table.stride(), seq_lens.contiguous(), cu_seqlens_q.contiguous(),
+        seq_lens if positions is None else positions, *((0, 0) if positions is None else positions.stride()),
+        part_lse if bias is None else bias, *((0, 0, 0) if bias is None else bias.stride()),
+        part_lse if sinks is None else sinks.contiguous(), out, lse, part_out, part_lse,
+        num_seqs, num_heads, group, dim, value_dim, 0 if q_pe is None else q_pe.shape[2], block_size,
+        float(softmax_scale), float(softcap), window, decode_queries,
+    )  # fmt: skip
+    constants: dict[str, Any] = dict(
+        **keys.prefixed("K"), **values.prefixed("V"), MAX_SPLITS=MAX_SPLITS, MIN_TOKENS=MIN_TOKENS, LATENT=latent,
+        CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0, POSITIONS=positions is not None, BIAS=bias is not None,
+        SINKS=sinks is not None, LSE=return_lse, DOT=launching.dot_type(q.dtype),
+        BLOCK_D=max(launching.power_of_two(dim), 16), BLOCK_V=max(launching.power_of_two(value_dim), 16),
+        BLOCK_PE=16 if q_pe is None else max(launching.power_of_two(q_pe.shape[2]), 16),
+    )  # fmt: skip
+    launching.launch(
+        attention, (num_seqs, kv_heads * launching.cdiv(group, few.heads), num_splits), *args, SPLIT=True, **constants,
+        **few.constants(),
+    )  # fmt: skip
+    if max_seqlen_q > decode_queries:
+        launching.launch(
+            attention,
+            (launching.cdiv(num_tokens, many.queries) + num_seqs, kv_heads * launching.cdiv(group, many.heads), 1),
+            *args, SPLIT=False, **constants, **many.constants(),
+        )  # fmt: skip
+    tile = min(launching.power_of_two(value_dim), 128)
+    launching.launch(
+        merge_splits, (num_seqs * decode_queries, num_heads, launching.cdiv(value_dim, tile)), part_out, part_lse,
+        part_lse if sinks is None else sinks.contiguous(), out, lse, seq_lens.contiguous(), cu_seqlens_q.contiguous(),
+        num_splits, num_heads, value_dim, decode_queries, MAX_SPLITS=MAX_SPLITS, MIN_TOKENS=MIN_TOKENS,
+        SPLITS=launching.power_of_two(num_splits), SINKS=sinks is not None, LSE=return_lse, BLOCK_V=tile, num_warps=4,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,58 @@
+"""How kernels are launched, and what launchers share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def interpreted() -> bool:
+    """Whether triton interprets kernels on CPU tensors; the variable must be set before triton is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launch on the device and current stream of the first tensor. An empty grid, which CUDA refuses, is no launch."""
+    if 0 in grid:
+        return
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*args, **constants)
+
+
+def dot_type(dtype: torch.dtype) -> Any:
+    """The dtype of a dot's operands for queries of a dtype."""
+    import triton.language as tl
+
+    if interpreted() or dtype is torch.float32:
+        return tl.float32
+    return tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
+
+
+def floats(**tensors: Any) -> Iterator[str]:
+    """The dtypes that every kernel is compiled for."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in FLOATS:
+            yield f"{name} is {tensor.dtype}; the Triton kernels take float32, bfloat16 and float16: convert it"
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The same bits as integers: what copies without a rounding."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number` and 1."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)

@@ -1,0 +1,24 @@
+from ...ops import _formats
+from . import attending, cached, launching
+
+
+def unsupported(q, key_cache, value_cache, sinks, rope_cos_sin, **_):
+    yield from launching.floats(q=q, sinks=sinks)
+    if rope_cos_sin is not None:
+        yield "rope_cos_sin is given; the Triton kernel reads keys as they are stored: rotate them before caching"
+    for name, width in (("key_cache", key_cache.shape[3]), ("value_cache", value_cache.shape[3])):
+        if width > 256:
+            yield f"{name} has rows of {width} numbers; the Triton kernel takes up to 256: use smaller heads"
+
+
+def run(
+    q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window,
+    softcap, sinks, k_scale, v_scale, k_scale_cache, v_scale_cache, kv_format, key_positions, rope_cos_sin,
+    rope_interleaved, key_bias, return_lse,
+):  # fmt: skip
+    keys, values = _formats.caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
+    return attending.attend(
+        q, cached.operand(keys), cached.operand(values), key_cache.shape[2], values.width(), block_table, seq_lens,
+        cu_seqlens_q, max_seqlen_q, key_cache.shape[1], softmax_scale, causal, return_lse, window, softcap, sinks,
+        key_positions, key_bias,
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""Compiles what launchers launch, for GPUs that are not here, and reads registers, spills and shared memory.
+
+A launcher is run on tensors of device 'meta' with `launch` replaced: what would be launched is recorded, with the types
+and divisibilities that triton would specialize on, and compiled for an explicit target. ptxas, cuobjdump and nvdisasm
+are those that triton brings.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
+
+from kvbackend import backends
+from kvbackend.backends.cuda_triton import launching
+from kvbackend.ops import registry
+
+TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
+
+# compute capability -> shared memory that a block may have, in bytes: CUDA C++ Programming Guide, technical
+# specifications per compute capability
+SHARED_LIMIT = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 120: 101376}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as triton specializes it."""
+
+    kernel: Any
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes on one target."""
+
+    registers: int
+    spilled: int  # bytes
+    shared: int  # bytes
+    ptx: str
+    sass: str
+
+
+def specialize(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
+    """As triton does: integers that are 1 become constants; multiples of 16 and aligned pointers are marked."""
+    options = tuple((key, constants[key]) for key in OPTIONS if key in constants)
+    fixed = {key: value for key, value in constants.items() if key not in OPTIONS}
+    signature, aligned = {}, []
+    for index, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if isinstance(value, int) and not isinstance(value, bool) and value == 1:
+            fixed[name] = 1
+            continue
+        signature[name] = mangle_type(value)
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if isinstance(number, int) and number % 16 == 0:
+            aligned.append(index)
+    missing = set(kernel.arg_names) - set(signature) - set(fixed)
+    assert not missing, f"{kernel.fn.__name__} is launched without {missing}"
+    return Launch(kernel, tuple(signature.items()), tuple(fixed.items()), tuple(aligned), options)
+
+
+def launches(op_name: str, **example: Any) -> list[Launch]:
+    """What the op's launcher launches for a call, whose tensors may be on 'meta'."""
+    found: list[Launch] = []
+
+    def record(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if 0 not in grid:
+            found.append(specialize(kernel, args, constants))
+
+    adapter = backends.registered()["cuda_triton"].adapter(op_name)
+    assert adapter is not None
+    with mock.patch.object(launching, "launch", record):
+        adapter.run(**registry[op_name].bind((), example))
+    return found
+
+
+def build(launch: Launch, capability: int) -> Resources:
+    """Compile a launch for a compute capability, and read its cubin."""
+    constants = dict(launch.constants)
+    source = ASTSource(
+        launch.kernel,
+        signature={**dict(launch.signature), **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+        attrs={(index,): [["tt.divisibility", 16]] for index in launch.aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _tool("cuobjdump", "-res-usage", cubin)
+        sass = _tool("nvdisasm", "-c", cubin)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())  # type: ignore[union-attr]
+    local = len(re.findall(r"^\s+(?:/\*\w+\*/)?\s+(?:@!?\w+ )?(?:STL|LDL)\b", sass, re.M))
+    return Resources(registers, stack or 4 * local, compiled.metadata.shared, compiled.asm["ptx"], sass)
+
+
+def _tool(name: str, *args: Any) -> str:
+    return subprocess.run([TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
+
+
+def samples(op_name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The op's contract samples without data."""
+    yield from registry[op_name].make_samples("meta", dtype)
+
+
+# ------------------------------------------------------------------------------------------- every target: the table
+
+PAGE = Path(__file__).parents[2] / "docs" / "cuda.md"
+MARK = "<!-- resources -->\n"
+
+
+def faults(launch: Launch, capability: int, found: Resources) -> Iterator[str]:
+    """What must not be in machine code."""
+    if found.spilled:
+        yield f"spills {found.spilled} bytes"
+    if found.shared > SHARED_LIMIT[capability]:
+        yield f"takes {found.shared} bytes of shared memory; a block may have {SHARED_LIMIT[capability]}"
+    if capability == 90 and "DOT" in dict(launch.constants):
+        if not re.search(r"\b(HMMA|HGMMA|IMMA)\b", found.sass):
+            yield "has no tensor-core instruction"
+        if not re.search(r"\b(LDG|LDGSTS|UTMALDG)\S*\.128\b", found.sass):
+            yield "has no 16-byte load"
+
+
+def _built(job: tuple[str, str, int, int]) -> tuple[Any, ...]:
+    """Compile one launch of a call for one target; in a process of its own, so named by its place."""
+    from .shapes import calls
+
+    op_name, case, place, capability = job
+    example = next(args for op, name, args in calls() if (op, name) == (op_name, case))
+    launch = launches(op_name, **example)[place]
+    found = build(launch, capability)
+    return job, found.registers, found.shared, tuple(faults(launch, capability, found))
+
+
+def main(arguments: list[str]) -> int:
+    """Compile every hot call for every target; compare the table with the page's, or write it there."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    from .shapes import calls
+
+    rows: dict[Launch, tuple[str, str, int]] = {}
+    for op_name, case, example in calls():
+        for place, launch in enumerate(launches(op_name, **example)):
+            rows.setdefault(launch, (op_name, case, place))
+    jobs = [(*where, capability) for where in rows.values() for capability in SHARED_LIMIT]
+    with ProcessPoolExecutor(max_workers=2, mp_context=get_context("spawn")) as pool:
+        built = {job: found for job, *found in pool.map(_built, jobs)}
+    wrong = [f"{job}: {fault}" for job, (_, _, faulty) in built.items() for fault in faulty]
+    lines = ["| op | first call that launches it | kernel |" + "".join(f" sm_{c} |" for c in SHARED_LIMIT)]
+    lines.append("|---" * (3 + len(SHARED_LIMIT)) + "|")
+    for launch, where in rows.items():
+        cells = (built[(*where, capability)] for capability in SHARED_LIMIT)
+        numbers = "".join(f" {registers} / {shared / 1024:.0f} |" for registers, shared, _ in cells)
+        lines.append(f"| `{where[0]}` | {where[1]} | `{launch.name}` |{numbers}")
+    head, mark, old = PAGE.read_text().partition(MARK)
+    new = "\n" + "\n".join(lines) + "\n"
+    if "--write" in arguments:
+        PAGE.write_text(head + mark + new)
+    elif old != new:
+        wrong.append(f"the table of {PAGE.name} is not of this code: run ci/cuda_compile.sh --write")
+    print(f"{len(rows)} kernels compiled for {len(SHARED_LIMIT)} targets with triton {triton.__version__}")
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))

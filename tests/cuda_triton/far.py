@@ -1,0 +1,74 @@
+"""Blocks whose offsets pass 2^31 elements: a pool whose memory is only addressed, not there, but for two blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbackend import backends
+from kvbackend.matrix import TOLERANCES, difference
+from kvbackend.ops import registry
+
+STRIDE, LAST = 276480, 7768  # 7768 * 276480 is the first multiple past 2^31
+BLOCK = 16
+
+
+def pool(*row: int) -> Tensor:
+    """[LAST + 1, BLOCK, *row] bfloat16 with blocks STRIDE elements apart, of which the last two hold numbers."""
+    memory = torch.empty((LAST + 1) * STRIDE, dtype=torch.bfloat16)  # never touched, so never resident
+    strides = [1]
+    for size in reversed(row):
+        strides.insert(0, strides[0] * size)
+    cache = memory.as_strided((LAST + 1, BLOCK, *row), (STRIDE, *strides))
+    cache[-2:] = torch.randn(2, BLOCK, *row, generator=torch.Generator().manual_seed(5))
+    return cache
+
+
+def batch() -> dict[str, Any]:
+    return dict(
+        block_table=torch.tensor([[LAST - 1, LAST]]).int(), seq_lens=torch.tensor([29]).int(),
+        cu_seqlens_q=torch.tensor([0, 6]).int(), max_seqlen_q=6, softmax_scale=0.2,
+    )  # fmt: skip
+
+
+def run(name: str, **args: Any) -> Any:
+    adapter = backends.registered()["cuda_triton"].adapter(name)
+    assert adapter is not None
+    return adapter.run(**registry[name].bind((), args))
+
+
+def apart(name: str, **args: Any) -> str | None:
+    """Launcher and reference over the same far pages."""
+    got, want = run(name, **args), registry[name].reference(**registry[name].bind((), args))
+    got, want = (got[0], want[0]) if isinstance(got, tuple) else (got, want)
+    found = difference(got, want)
+    allowed = TOLERANCES.get(got.dtype, 0.0) if got.dtype.is_floating_point else 0.0
+    return None if found <= allowed else f"differs by {found:.3g}"
+
+
+def same(got: Tensor, want: Tensor) -> str | None:
+    return None if torch.equal(got, want) else "wrote elsewhere"
+
+
+def verdicts() -> dict[str, str | None]:
+    found = {}
+    keys, latents = pool(2, 16), pool(40)
+    q = torch.randn(6, 4, 16).bfloat16()
+    found["paged_attention"] = apart("paged_attention", q=q, key_cache=keys, value_cache=keys, **batch())
+    parts = dict(ckv_cache=latents[..., :32], kpe_cache=latents[..., 32:])
+    queries = dict(q_nope=torch.randn(6, 3, 32).bfloat16(), q_pe=torch.randn(6, 3, 8).bfloat16())
+    found["mla_attention"] = apart("mla_attention", **queries, **parts, **batch())
+    ragged = dict(block_table=batch()["block_table"], cu_seqlens=torch.tensor([0, 29]).int(), num_tokens=29)
+    found["gather_cache"] = apart("gather_cache", cache=keys, **ragged)
+    run("copy_blocks", cache=keys, block_mapping=torch.tensor([[LAST, LAST - 1]]))
+    found["copy_blocks"] = same(keys[LAST - 1], keys[LAST])
+    slots = torch.tensor([LAST * BLOCK + 3, LAST * BLOCK + 15])
+    rows = torch.randn(2, 2, 16).bfloat16()
+    run("reshape_and_cache", key=rows, value=rows + 1, key_cache=keys, value_cache=pool(2, 16), slot_mapping=slots)
+    found["reshape_and_cache"] = same(keys[LAST, [3, 15]], rows)
+    row = torch.randn(2, 40).bfloat16()
+    run("concat_and_cache_mla", ckv=row[:, :32], kpe=row[:, 32:], slot_mapping=slots, **parts)
+    found["concat_and_cache_mla"] = same(latents[LAST, [3, 15]], row)
+    return found

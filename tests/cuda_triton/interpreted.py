@@ -1,0 +1,85 @@
+"""Runs launchers on CPU tensors with kernels interpreted and judges each sample by the reference in float64.
+
+A process of its own (`python -m tests.cuda_triton.interpreted [--every-dtype] OP...`), since TRITON_INTERPRET must be
+set before triton is imported and nothing can be compiled then. Without the flag each sample is run in one of the three
+dtypes, in turn. Prints one JSON object: op -> {sample: fault, or null where it passed, or the list of reasons where it
+was refused}, and "far blocks", see far.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kvbackend import backends
+from kvbackend.matrix import DTYPES, TOLERANCES, copy_arguments, difference, flat_results, in_float64
+from kvbackend.ops import registry
+from kvbackend.spec import Op
+
+from . import far, quantized
+
+
+def fault_of(op: Op, args: dict[str, Any]) -> str | None:
+    """What is wrong with the launcher's result on one call; None: nothing."""
+    bound = op.bind((), args)
+    adapter = backends.registered()["cuda_triton"].adapter(op.name)
+    assert adapter is not None
+    got = copy_arguments(bound)
+    wanted = in_float64(op, bound)
+    want = flat_results(op, op.reference(**wanted), wanted)
+    result = adapter.run(**got)
+    for name, tensor in flat_results(op, result, got).items():
+        apart = difference(tensor, want[name].to(tensor.dtype))
+        allowed = 0.0 if op.exact else TOLERANCES.get(tensor.dtype, 0.0)
+        if not apart <= allowed:
+            return f"{name} differs by {apart:.3g} of its largest value; allowed {allowed:.3g}"
+    for name, value in got.items():
+        if isinstance(value, torch.Tensor) and name not in op.mutates and difference(value, bound[name]):
+            return f"{name} was written, but the op does not declare it"
+    return None
+
+
+def calls(name: str, every_dtype: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The op's samples, in all dtypes or in one each."""
+    for turn, dtype in enumerate(DTYPES):
+        for index, (sample, args) in enumerate(registry[name].make_samples("cpu", dtype)):
+            if every_dtype or index % len(DTYPES) == turn:
+                yield f"{sample}, {str(dtype).removeprefix('torch.')}", args
+    if name in ("paged_attention", "mla_attention", "reshape_and_cache", "concat_and_cache_mla", "gather_cache"):
+        for dtype in DTYPES if every_dtype else (torch.bfloat16,):
+            for kv_format, args in quantized.calls(name, dtype):
+                yield f"{kv_format}, {str(dtype).removeprefix('torch.')}", args
+
+
+def verdicts(name: str, every_dtype: bool) -> dict[str, Any]:
+    op = registry[name]
+    adapter = backends.registered()["cuda_triton"].adapter(name)
+    assert adapter is not None, f"no launcher for {name}"
+    found: dict[str, Any] = {}
+    for sample, args in calls(name, every_dtype):
+        bound = op.bind((), args)
+        reasons = list(adapter.unsupported(**op.dispatcher.views(bound)))
+        found[sample] = reasons or fault_of(op, bound)
+    return found
+
+
+def main(names: list[str]) -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    every_dtype = "--every-dtype" in names
+    found = {}
+    for name in (name for name in names if name != "--every-dtype"):
+        start = time.perf_counter()
+        found[name] = verdicts(name, every_dtype)
+        print(f"{name}: {len(found[name])} samples, {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    found["far blocks"] = far.verdicts()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

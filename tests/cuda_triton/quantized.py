@@ -1,0 +1,95 @@
+"""Calls of the cache ops and attention in every quantized format, which contract samples leave to `quantize_kv`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbackend import codecs, formats
+from kvbackend.codecs import split
+
+PAGED = [
+    "fp8_e4m3", "fp8_e5m2:head", "fp8_e4m3:channel", "fp8_e5m2:token_head", "fp8_e4m3:32", "int8", "mxfp8", "mxfp4",
+    "nvfp4", "fp4_e2m1", "fp4_e2m1:channel", "int4", "int8/fp8_e4m3:head", "nvfp4/bf16",
+]  # fmt: skip
+LATENT = ["fp8_e4m3", "int8", "mxfp8", "mxfp4", "nvfp4"]
+BLOCKS, BLOCK, HEADS, DIM = 5, 32, 2, 64
+
+
+class Maker:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(11)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def side(self, kv_format: str, rows: Tensor, role: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """A cache that holds rows [nb, bs, Hk, D] in a format, and its scales as `scale` and `scale_cache`."""
+        fmt = formats.get(kv_format)
+        if not fmt.quantized:
+            return rows.to(split.storage(fmt)), {}
+        number = codecs.global_scale_of(rows) if fmt.global_scale else None
+        codes, scales = codecs.encode(rows, fmt, role, number)
+        if number is not None:
+            return codes, {"scale": number, "scale_cache": scales}
+        return codes, {"scale" if fmt.granularity in split.STATIC else "scale_cache": scales}
+
+    def caches(self, kv_format: str) -> dict[str, Any]:
+        sides: dict[str, Any] = {"kv_format": kv_format}
+        for name, fmt, letter in zip(("key", "value"), formats.pair(kv_format), "kv", strict=True):
+            cache, scales = self.side(fmt, self.randn(BLOCKS, BLOCK, HEADS, DIM), name)
+            sides[f"{name}_cache"] = cache
+            sides |= {f"{letter}_{part}": scale for part, scale in scales.items()}
+        return sides
+
+    def latent(self, kv_format: str) -> dict[str, Any]:
+        cache, scales = self.side(kv_format, self.randn(BLOCKS, BLOCK, 1, DIM), "key")
+        named = {f"k_{part}": scale if part == "scale" else scale[:, :, 0] for part, scale in scales.items()}
+        return dict(ckv_cache=cache[:, :, 0], kpe_cache=self.randn(BLOCKS, BLOCK, 16), kv_format=kv_format, **named)
+
+
+def _batch() -> dict[str, Any]:
+    table = torch.tensor([[3, 0, 1 << 20], [4, 1, 1 << 20]], dtype=torch.int32)
+    return dict(
+        block_table=table, seq_lens=torch.tensor([64, 32]).int(), cu_seqlens_q=torch.tensor([0, 6, 7]).int(),
+        max_seqlen_q=6, softmax_scale=0.2, return_lse=True,
+    )  # fmt: skip
+
+
+def calls(name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The op's calls, by format."""
+    for kv_format in PAGED if name in ("paged_attention", "reshape_and_cache", "gather_cache") else LATENT:
+        if kv_format == "nvfp4/bf16" and dtype is not torch.bfloat16:
+            continue
+        make = Maker(dtype)
+        keys_by_group = kv_format == "int4"
+        slots = torch.tensor([5, 0, -1, 77, 159])
+        if name == "paged_attention":
+            yield kv_format, dict(q=make.randn(7, 3 * HEADS, DIM), **make.caches(kv_format), **_batch())
+        elif name == "reshape_and_cache":
+            caches = make.caches(f"fp8_e4m3/{kv_format}" if keys_by_group else kv_format)
+            yield (
+                kv_format,
+                dict(key=make.randn(5, HEADS, DIM), value=make.randn(5, HEADS, DIM), slot_mapping=slots, **caches),
+            )
+        elif name == "gather_cache" and "/" not in kv_format and not keys_by_group:
+            cache, scales = make.side(kv_format, make.randn(BLOCKS, BLOCK, HEADS, DIM), "key")
+            for out_format in ("auto", "bf16"):
+                yield f"{kv_format}, {out_format}", dict(
+                    cache=cache, kv_format=kv_format, out_format=out_format, **scales, num_tokens=50,
+                    block_table=_batch()["block_table"], cu_seqlens=torch.tensor([0, 40, 47]).int(),
+                )  # fmt: skip
+        elif name == "mla_attention":
+            yield (
+                kv_format,
+                dict(q_nope=make.randn(7, 3, DIM), q_pe=make.randn(7, 3, 16), **make.latent(kv_format), **_batch()),
+            )
+        elif name == "concat_and_cache_mla":
+            yield (
+                kv_format,
+                dict(ckv=make.randn(5, DIM), kpe=make.randn(5, 16), slot_mapping=slots, **make.latent(kv_format)),
+            )

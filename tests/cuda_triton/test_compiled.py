@@ -1,0 +1,44 @@
+"""Machine code of the Triton kernels without a GPU: what production calls launch, compiled for Hopper.
+
+ci/cuda_compile.sh does the same for every target and writes docs/cuda.md's table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from kvbackend import backends
+from kvbackend.ops import registry
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from .compiling import SHARED_LIMIT, build, launches, samples
+
+WITH_LAUNCHER = [name for name in registry if backends.registered()["cuda_triton"].adapter(name)]
+
+
+@pytest.mark.parametrize("name", WITH_LAUNCHER)
+def test_production_call_compiles_without_spills(name: str) -> None:
+    every = dict(samples(name, torch.bfloat16))
+    args = next((args for sample, args in every.items() if "production" in sample), next(iter(every.values())))
+    found = launches(name, **args)
+    for launch in found:
+        resources = build(launch, 90)
+        assert not resources.spilled, launch.name
+        assert resources.shared <= SHARED_LIMIT[90], launch.name
+
+
+def test_a_launch_is_specialized_as_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ones are constants, multiples of 16 are marked: else registers and widths of loads are those of other code."""
+    cache = torch.empty(4, 16, 2, 64, dtype=torch.bfloat16, device="meta")
+    (launch,) = launches("copy_blocks", cache=cache, block_mapping=torch.empty(3, 2, dtype=torch.int64, device="meta"))
+    assert dict(launch.signature)["source"] == "*i16"
+    assert dict(launch.signature)["page_size"] == "i32"
+    assert dict(launch.constants)["side"] == 1
+    names = launch.kernel.arg_names
+    assert {"source", "source_block", "page_size"} <= {names[index] for index in launch.aligned}
+    assert "pair" not in {names[index] for index in launch.aligned}
