@@ -28,7 +28,6 @@ WITHOUT_KERNEL = {
     "candidate_blocks",
     "indexer_logits",
     "lightning_indexer",
-    "shared_kv_attention",
     "sparse_mla_attention",
     "store_rows",
     "topk_indices",
