@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
@@ -347,7 +349,8 @@ def test_schemes_that_a_model_cannot_have_are_left_out_of_lists(command, folder)
         (["--compare", "a.json"], "--compare names one file"),
         (["--compare", "/nowhere", "b"], "/nowhere cannot be read"),
         (["--contexts", "2000"], "the model's context is 1024"),
-        (["int8", *SMALL, "--plot", "/nowhere/x.png"], "--plot is '/nowhere/x.png', which cannot be written"),
+        (["int8", *SMALL, "--plot", "/nowhere/x.png"], "--plot is '/nowhere/x.png'; it must be a .png"),
+        (["int8", *SMALL, "--plot", "x.table"], "--plot is 'x.table'; it must be a .png"),
     ],
 )
 def test_wrong_usage(command, folder, options, message):
@@ -377,3 +380,13 @@ def test_default_model_keeps_its_text_in_half_the_bytes(command):
     assert abs(found["perplexity_change"]) < 0.03
     assert 0.5 <= found["cache_bytes"] / found["cache_bytes_fp16"] < 0.501
     assert found["top1_agreement"] > 0.9
+
+
+def test_help_and_comparing_take_no_torch(tmp_path):
+    lines = "import sys", "from kvbackend.cli import main", "from kvbackend.evaluate import compare, plot"
+    lines += "try: main(['eval', '--help'])", "except SystemExit: main(['tune', '--help'])"
+    code = "\n".join([*lines, "finally: assert 'torch' not in sys.modules"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--compare" in done.stdout
+    assert "--max-loss" in done.stdout

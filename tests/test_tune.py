@@ -158,7 +158,9 @@ def test_unknown_keys_of_a_profile_are_named(tmp_path):
         profile.read(path)
 
 
-def test_a_folder_that_does_not_exist(tmp_path):
+def test_a_folder_that_does_not_exist(command, tmp_path):
+    code, out, err = command("tune", "--output", tmp_path / "nowhere" / "profile.toml")
+    assert (code, out, "in a folder that does not exist" in err) == (2, "", True)
     with pytest.raises(ArgumentError, match="its folder must exist and be writable"):
         FOUND.write(tmp_path / "nowhere" / "profile.toml")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -76,6 +77,10 @@ def main(args: argparse.Namespace) -> int:
         args.schemes, args.calibration = [*args.schemes, found.scheme], args.calibration or found.calibration or None
     for scheme in args.schemes:
         parse(scheme)  # a misspelled one is told before the model loads
+    if args.plot:
+        from ..evaluate.plot import need_plot, plot
+
+        need_plot(args.plot)
     with evaluator(args, lambda: settings_of(args)) as made:
         schemes = list(args.schemes)
         if args.sweep:
@@ -88,8 +93,6 @@ def main(args: argparse.Namespace) -> int:
             schemes = default_schemes(made.head_dim, args.quick)
         document = made.document(schemes, strict=bool(args.schemes))
     if args.plot:
-        from ..evaluate.plot import plot
-
         plot(document, args.plot)
         print(f"plot written to {args.plot}", file=sys.stderr)
     if args.json:
@@ -115,8 +118,6 @@ def evaluator(args: argparse.Namespace, settings: Callable[[], Settings]) -> Ite
     from .run import choose_device, load, quieten_transformers
 
     quieten_transformers()
-    import warnings
-
     from ..dispatch import FallbackWarning
     from ..evaluate import Evaluator
 

@@ -8,17 +8,29 @@ from typing import Any
 from ..errors import ArgumentError
 
 
-def plot(document: dict[str, Any], path: str) -> None:
-    """Draw an eval document to a file whose ending says the kind of picture."""
+def need_plot(path: str) -> None:
+    """Raise ArgumentError where no picture could be written: it is told before the measuring, not after."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ArgumentError(
-            f"--plot needs matplotlib, which cannot be imported ({error}): run pip install matplotlib, or leave it out"
+            f"--plot needs matplotlib, which cannot be imported ({error}); it draws the picture: run pip install "
+            f"matplotlib, or leave --plot out"
         ) from error
+    target, known = Path(path), Figure().canvas.get_supported_filetypes()
+    if not target.parent.is_dir() or target.suffix.removeprefix(".") not in known:
+        raise ArgumentError(
+            f"--plot is {path!r}; it must be a .png, .svg or .pdf file in a folder that exists: name such a file"
+        )
+
+
+def plot(document: dict[str, Any], path: str) -> None:
+    """Draw an eval document to a file whose ending says the kind of picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     base, schemes = document["baseline"], document["schemes"]
     figure, axes = pyplot.subplots(figsize=(8.0, 5.0), layout="constrained")
 
@@ -52,11 +64,7 @@ def plot(document: dict[str, Any], path: str) -> None:
     axes.legend(fontsize=8)
     try:
         figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(
-            f"--plot is {path!r}, which cannot be written ({error}); name a .png, .svg or .pdf file in a folder that "
-            f"exists: change it"
-        ) from error
+    except OSError as error:
+        raise ArgumentError(f"--plot is {path!r}, which cannot be written ({error}): name another file") from error
     finally:
         pyplot.close(figure)
-    assert Path(path).exists()

@@ -56,7 +56,7 @@ def options_of(
         keep_recent=wanted.recent,
         keep_sinks=wanted.sinks,
     )
-    if (wanted.recent or wanted.sinks) and model.dtype is torch.float32:
+    if (wanted.recent or wanted.sinks or spans) and model.dtype is torch.float32:
         options["dtype"] = getattr(torch, formats.get(FULL_PRECISION).storage)
     if wanted.evict is not None:
         options |= eviction_of(wanted.evict)
