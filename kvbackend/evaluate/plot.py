@@ -41,12 +41,15 @@ def plot(document: dict[str, Any], path: str) -> None:
     axes.plot(
         [share(e) for e in best], [e["perplexity"] for e in best], color="tab:blue", lw=1, label="best trade-offs"
     )
-    for entry in schemes:
-        color = "tab:blue" if entry["pareto"] else "tab:gray"
-        axes.plot(share(entry), entry["perplexity"], "o", ms=5, color=color)
+    for entries in _places(schemes):
+        color = "tab:blue" if any(entry["pareto"] for entry in entries) else "tab:gray"
+        axes.plot(share(entries[0]), entries[0]["perplexity"], "o", ms=5, color=color)
+        names = ", ".join(entry["name"] for entry in entries)
+        left = share(entries[0]) > 55  # long names stay inside
         axes.annotate(
-            entry["name"], (share(entry), entry["perplexity"]), xytext=(4, 4), textcoords="offset points", fontsize=7
-        )
+            names, (share(entries[0]), entries[0]["perplexity"]), xytext=(-5 if left else 5, 4), fontsize=7,
+            textcoords="offset points", ha="right" if left else "left",
+        )  # fmt: skip
     axes.axhline(base["perplexity"], color="black", lw=0.8, ls="--", label=f"full precision, {base['perplexity']:.2f}")
     axes.set_xlabel("cache bytes, percent of fp16")
     axes.set_ylabel("perplexity")
@@ -68,3 +71,12 @@ def plot(document: dict[str, Any], path: str) -> None:
         raise ArgumentError(f"--plot is {path!r}, which cannot be written ({error}): name another file") from error
     finally:
         pyplot.close(figure)
+
+
+def _places(schemes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Schemes that are drawn at the same point, together."""
+    found: dict[tuple[int, float], list[dict[str, Any]]] = {}
+    for entry in schemes:
+        place = round(100 * entry["cache_bytes"] / entry["cache_bytes_fp16"]), round(entry["perplexity"], 2)
+        found.setdefault(place, []).append(entry)
+    return list(found.values())
