@@ -29,7 +29,6 @@ WITHOUT_KERNEL = {
     "indexer_logits",
     "lightning_indexer",
     "sparse_mla_attention",
-    "store_rows",
     "topk_indices",
 }
 # Samples that the CPU kernel may refuse.

@@ -160,7 +160,7 @@ NAMES = [
     "reshape_and_cache", "concat_and_cache_mla", "gather_cache", "copy_blocks", "swap_blocks", "merge_attn_states",
     "absorb_q", "project_out", "mla_project_kv", "apply_rope", "compact_cache", "select_tokens", "lowrank_project",
     "lowrank_reconstruct", "dequantize_kv", "quantize_kv", "transcode", "compress_kv",
-    "shared_kv_attention",
+    "shared_kv_attention", "store_rows",
 ]  # fmt: skip
 
 
