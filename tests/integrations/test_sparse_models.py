@@ -14,7 +14,7 @@ pytest.importorskip("transformers.models.deepseek_v4", reason="this transformers
 
 from transformers import DynamicCache
 
-from kvbackend import ArgumentError, UnsupportedError, use
+from kvbackend import ArgumentError, UnsupportedError, backends, use
 from kvbackend.cache import OutOfBlocks, dsa, shared_kv
 from kvbackend.cache import layers as mla_layers
 from kvbackend.integrations.transformers import SparseCache, new_cache, patch, unpatch
@@ -111,6 +111,16 @@ def test_greedy_tokens_are_those_of_transformers(name, patched):
     same(generate(patched(name), prompt((0,))), want)
     assert want.sequences.shape[1] == 11 + NEW_TOKENS
     assert want.sequences[0, 11:].unique().numel() > 5  # not one token over and over
+
+
+@pytest.mark.skipif(
+    bool(backends.registered()["cpu"].missing()), reason="; ".join(backends.registered()["cpu"].missing())
+)
+@ONE_OF_EACH
+def test_greedy_tokens_on_the_cpu_kernels(name, patched):
+    want = eager(name)
+    with use("cpu", ops=["compress_kv", "shared_kv_attention", "store_rows", "apply_rope", "copy_blocks"]):
+        same(generate(patched(name), prompt((0,))), want)
 
 
 @EVERY_MODEL
