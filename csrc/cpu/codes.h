@@ -269,37 +269,57 @@ inline void load_pair(const int8_t* from, Vec& first, Vec& second) {
   second = load(from + kLanes);
 }
 
-// As magnitude_code, lane by lane, with the sign at bit `sign_at`.
-template <int mantissa, int least, int sign_at>
-inline BitVec float_codes(Vec value, float largest) {
-  constexpr int dropped = 23 - mantissa;
-  constexpr uint32_t spacing = static_cast<uint32_t>(127 + least + dropped) << 23;
-  const BitVec sign = (BitVec)value & 0x80000000;
-  const Vec whole = (Vec)((BitVec)value ^ sign), magnitude = whole < largest ? whole : broadcast(largest);
-  const BitVec bits = (BitVec)magnitude;
-  const BitVec subnormal = (BitVec)(magnitude + bits_to_float(spacing)) - spacing;
-  const BitVec half = (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
-  const BitVec normal = ((bits + half) >> dropped) - (static_cast<uint32_t>(126 + least) << mantissa);
-  const float smallest_normal = bits_to_float(static_cast<uint32_t>(127 + least) << 23);
-  return (magnitude < smallest_normal ? subnormal : normal) | sign >> (31 - sign_at);
+inline Vec least(Vec a, Vec b) {  // b where either is NaN
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
 }
 
-inline void store(e4m3* to, Vec value) { store_bytes(to, float_codes<3, -6, 7>(value, e4m3::kLargest)); }
+inline Vec greatest(Vec a, Vec b) {  // b where either is NaN
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
-inline void store(e5m2* to, Vec value) { store_bytes(to, float_codes<2, -14, 7>(value, e5m2::kLargest)); }
+// As magnitude_code, lane by lane, with the sign above.
+template <int mantissa, int least_exponent, int bits_of_code>
+inline BitVec float_codes(Vec value, float largest) {
+  constexpr int dropped = 23 - mantissa;
+  constexpr uint32_t spacing = static_cast<uint32_t>(127 + least_exponent + dropped) << 23;
+  constexpr uint32_t offset = static_cast<uint32_t>(126 + least_exponent) << 23;
+  const Vec magnitude = least((Vec)((BitVec)value & 0x7fffffff), broadcast(largest));
+  const BitVec bits = (BitVec)magnitude;
+  const BitVec subnormal = (BitVec)(magnitude + bits_to_float(spacing)) - spacing;
+  const BitVec normal = (bits + ((1u << (dropped - 1)) - 1 - offset) + (bits >> dropped & 1)) >> dropped;
+  const float smallest_normal = bits_to_float(static_cast<uint32_t>(127 + least_exponent) << 23);
+  const BitVec sign = (BitVec)value >> (32 - bits_of_code) & (1u << (bits_of_code - 1));
+  return (magnitude < smallest_normal ? subnormal : normal) | sign;
+}
+
+inline void store(e4m3* to, Vec value) { store_bytes(to, float_codes<3, -6, 8>(value, e4m3::kLargest)); }
+
+inline void store(e5m2* to, Vec value) { store_bytes(to, float_codes<2, -14, 8>(value, e5m2::kLargest)); }
 
 // The float below 0.5 is added, whose sum rounds to a whole number just where value + 0.5 is one.
 inline void store(int8_t* to, Vec value) {
-  const Vec limited = value < -128.0f ? broadcast(-128.0f) : value > 127.0f ? broadcast(127.0f) : value;
+  const Vec limited = least(greatest(value, broadcast(-128.0f)), broadcast(127.0f));
   const BitVec half = ((BitVec)value & 0x80000000) | 0x3effffff;
   typedef int32_t IntVec __attribute__((vector_size(sizeof(Vec))));
   store_bytes(to, (BitVec) __builtin_convertvector(limited + (Vec)half, IntVec));
 }
 
-inline void store(e2m1x2* to, Vec value) { store_nibbles(to, float_codes<1, 0, 3>(value, e2m1x2::kLargest)); }
+inline void store(e2m1x2* to, Vec value) { store_nibbles(to, float_codes<1, 0, 4>(value, e2m1x2::kLargest)); }
 
 inline void store(uint4x2* to, Vec value) {
-  const Vec limited = value < 0.0f ? Vec{} : value > 15.0f ? broadcast(15.0f) : value;
+  const Vec limited = least(greatest(value, Vec{}), broadcast(15.0f));
   store_nibbles(to, (BitVec)(limited + 12582912.0f) & 15);  // the adder rounds
 }
 

@@ -26,13 +26,15 @@ inline float code_at(const Code* codes, int64_t i) {
 }
 
 // Neighbours that share a scale.
-template <class Code, class Out>
-inline void decode_span(const Code* codes, int64_t size, float scale, float low, float global, Out* out) {
+template <class Code, class Size, class Out>
+inline void decode_span(const Code* codes, Size size, float scale, float low, float global, Out* out) {
   const Vec scales = broadcast(scale), lows = broadcast(low), globals = broadcast(global);
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes)
     store(out + i, decoded<Code>(load(codes + i / kPerByte<Code>), scales, lows, globals));
-  for (; i < size; ++i) out[i] = from_float<Out>(decoded<Code>(code_at(codes, i), scale, low, global));
+  if constexpr (kMayHaveRest<Size>) {
+    for (; i < size; ++i) out[i] = from_float<Out>(decoded<Code>(code_at(codes, i), scale, low, global));
+  }
 }
 
 // A scale for each number.
@@ -56,10 +58,12 @@ template <class Code, class Out>
 inline void decode_row(const Code* codes, int64_t span, int64_t count, const float* scales, const float* lows,
                        float global, Out* out) {
   if (span == 1) return decode_each(codes, count, scales, lows, global, out);
-  for (int64_t i = 0; i < count; ++i) {
-    const float low = kHasMinimum<Code> ? lows[i] : 0.0f;
-    decode_span(codes + i * span / kPerByte<Code>, span, scales[i], low, global, out + i * span);
-  }
+  with_span(span, [&](auto constant) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float low = kHasMinimum<Code> ? lows[i] : 0.0f;
+      decode_span(codes + i * constant / kPerByte<Code>, constant, scales[i], low, global, out + i * constant);
+    }
+  });
 }
 
 }  // namespace kvbackend::KVBACKEND_ISA

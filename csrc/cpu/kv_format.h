@@ -66,6 +66,17 @@ constexpr bool kHasMinimum = std::is_same_v<Code, uint4x2>;
 template <class Code>
 constexpr bool kMayHaveGlobal = std::is_same_v<Code, e2m1x2>;
 
+// Call function(span), with a constant for the short spans, whose loops then unroll and have no rest.
+template <class F>
+void with_span(int64_t span, F&& function) {
+  if (span == 16) return function(std::integral_constant<int64_t, 16>{});
+  if (span == 32) return function(std::integral_constant<int64_t, 32>{});
+  function(span);
+}
+
+template <class Size>
+constexpr bool kMayHaveRest = std::is_same_v<Size, int64_t>;  // a size that may be no multiple of kLanes
+
 // Shape of the scales of rows [tokens, heads, dim], as kvbackend/codecs/split.py has it.
 inline std::vector<int64_t> scales_shape(const KVFormat& format, bool keys, int64_t tokens, int64_t heads,
                                          int64_t dim) {

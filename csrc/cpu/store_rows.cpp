@@ -32,7 +32,7 @@ class RecordPages {
     return coded() + (rope_ ? rope_->bytes / size : 0);
   }
 
-  // x [width] is overwritten where a NaN makes its channels unusable.
+  // x [width] is overwritten where it is NaN.
   void write(int64_t slot, float* x) const {
     for (int64_t plane = 0; plane < 2; ++plane)
       if (record_.plane_bytes[plane]) std::memset(at(slot, plane), 0, record_.plane_bytes[plane]);
@@ -44,10 +44,11 @@ class RecordPages {
       pack<e4m3>(slot, x);
     }
     if (!rope_) return;
-    const float* rotary = x + coded();
+    float* rotary = x + coded();
     if (is(rope_->dtype, "bfloat16")) {
       store_row(rotary, rope_->bytes / 2, reinterpret_cast<bf16*>(at(slot, *rope_)), 1);
     } else {
+      remove_nan(rotary, rope_->bytes);
       encode_span<By::scale>(rotary, rope_->bytes, 1.0f, 0.0f, reinterpret_cast<e4m3*>(at(slot, *rope_)));
     }
   }
@@ -57,6 +58,10 @@ class RecordPages {
     return data_ + slot / block_size_ * block_ + record_.start(block_size_, slot % block_size_, plane);
   }
   uint8_t* at(int64_t slot, const Field& field) const { return at(slot, field.plane) + field.offset; }
+
+  static void remove_nan(float* x, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) x[i] = without_nan(x[i]);
+  }
 
   template <class Code>
   void pack(int64_t slot, float* x) const {
@@ -69,6 +74,7 @@ class RecordPages {
         std::fill_n(span, group, 0.0f);
         broken |= uint64_t{1} << i;
       }
+      remove_nan(span, group);
       scales[i] = largest_magnitude(span, group);
     }
     write_scales<Code>(scales, count, broken, at(slot, scales_));
@@ -76,7 +82,7 @@ class RecordPages {
     for (int64_t i = 0; i < count; ++i) {
       float* span = x + i * group;
       if constexpr (std::is_same_v<Code, int8_t>) {  // ties to even, unlike the format int8
-        for (int64_t n = 0; n < group; ++n) span[n] = std::nearbyint(without_nan(span[n]) / scales[i]);
+        for (int64_t n = 0; n < group; ++n) span[n] = std::nearbyint(span[n] / scales[i]);
         encode_span<By::scale>(span, group, 1.0f, 0.0f, codes + i * group);
       } else {
         encode_span<By::scale>(span, group, scales[i], 0.0f, codes + i * group / kPerByte<Code>);

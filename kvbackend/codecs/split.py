@@ -190,7 +190,8 @@ def _encode_kivi(x: Tensor, fmt: KVFormat, role: str) -> tuple[Tensor, Tensor]:
     assert fmt.group is not None
     groups = x.unflatten(dim, (x.shape[dim] // fmt.group, fmt.group))
     minimum, maximum = groups.amin(dim), groups.amax(dim)
-    step, low = grids.divide(maximum - minimum, 15.0).half(), minimum.half()
+    step = grids.divide(maximum - minimum, 15.0).half()
+    low = (minimum + 0.0).half()  # never -0, which is no less than 0
     step = step.masked_fill(step == 0, 1.0)  # all equal, or apart by less than float16 tells
     codes = (x - _spread(low.float(), fmt, role)) / _spread(step.float(), fmt, role)
     return grids.pack_nibbles(codes.clamp(0, 15).round().to(torch.uint8)), torch.stack((step, low), -1)

@@ -98,7 +98,7 @@ def write_encoded_rows(
         y = tl.div_rn(x, scale_value(tl.load(scale_at[:, None] + d * scale_d, mask=inside, other=1), SCALE))
     elif CODE == "int4":  # KIVI's values: a minimum beside the scale
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-        low, step = tl.min(x, axis=1), tl.div_rn(tl.max(x, axis=1) - tl.min(x, axis=1), 15.0)
+        low, step = tl.min(x, axis=1) + 0.0, tl.div_rn(tl.max(x, axis=1) - tl.min(x, axis=1), 15.0)
         low, step = low.to(tl.float16).to(tl.float32), step.to(tl.float16).to(tl.float32)
         step = tl.where(step == 0.0, 1.0, step)
         tl.store(scale_at + group * scale_d, step.to(tl.float16), mask=used)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,8 +94,9 @@ def test_lower_instruction_sets_code_every_pattern_alike(name: str) -> None:
     if order.index(name) >= order.index(isa()):
         pytest.skip(f"kernels use {isa()} here: {name} is no lower one")
     done = subprocess.run(
-        [sys.executable, "-c", CHILD], env={**os.environ, "KVBACKEND_CPU_ISA": name}, capture_output=True, text=True
-    )
+        [sys.executable, "-c", CHILD], cwd=Path(__file__).parents[2], env={**os.environ, "KVBACKEND_CPU_ISA": name},
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert (done.stdout.strip(), done.returncode) == (name, 0), done.stderr
 
 
@@ -108,6 +110,21 @@ def test_an_infinite_magnitude_does_not_hide_in_a_maximum() -> None:
     assert scales[0].tolist() == pytest.approx([0.5 / 127] * 2)
     assert scales[1].tolist() == pytest.approx([0.5 / 127, 65504 / 127])
     assert tensor.item() == pytest.approx(65504 / 448)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("role", ["key", "value"])
+def test_a_minimum_of_zero_has_no_sign(role: str, dtype: torch.dtype) -> None:
+    """Whether -0 or 0 is the least of both depends on who compares; neither may show."""
+    for zeros in ([0.0, -0.0], [-0.0, 0.0], [-0.0, -0.0]):
+        x = torch.tensor(zeros, dtype=dtype).repeat_interleave(32).repeat(32).reshape(32, 1, 64)
+        x = x.transpose(0, 2).reshape(64, 1, 32).contiguous() if role == "key" else x
+        with use("cpu"):
+            got = quantize_kv(x, "int4", role=role)
+        want = codecs.encode(x, "int4", role)
+        assert not got[1][..., 1].view(torch.int16).any()
+        assert torch.equal(raw(got[0]), raw(want[0]))
+        assert torch.equal(raw(got[1]), raw(want[1]))
 
 
 def test_a_maximum_over_all_tokens_does_not_depend_on_threads() -> None:
