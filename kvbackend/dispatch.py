@@ -239,7 +239,7 @@ class Dispatcher:
         yield from backend.missing()
         adapter = backend.adapter(self.op.name)
         if adapter is None:
-            yield f"has no kernel for {self.op.name}"
+            yield backend.absence(self.op.name)
         else:
             self.add_reader(adapter.unsupported)
             yield from adapter.unsupported(**seen)

@@ -7,14 +7,14 @@ module of the op's name:
     def unsupported(<the arguments it reads>, **_):  yields every reason why it cannot take this call
     def run(<the op's arguments>):                   does it
 
-The module's existence is the registration.
+The module's existence is the registration. A package may say in `WITHOUT` (op -> words) why it has no module for an op.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -42,10 +42,16 @@ class Backend:
     device: str | None  # torch device type; None: it failed to import, so it is shown for every device
     order: int
     _missing: Callable[[], Iterable[str]]
+    _without: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def missing(self) -> tuple[str, ...]:
         """Why this machine cannot use the backend at all; asked once per process."""
         return _missing_once(self)
+
+    def absence(self, op_name: str) -> str:
+        """The words for an op that it has no kernel for."""
+        why = self._without.get(op_name)
+        return f"has no kernel for {op_name}" + (f": {why}" if why else "")
 
     def adapter(self, op_name: str) -> Adapter | None:
         """The backend's module for an op, or None where it has no kernel for it."""
@@ -96,4 +102,4 @@ def _load(name: str, package: str) -> Backend:
             yield f"{reason}: reinstall or remove the package that provides it"
 
         return Backend(name, package, None, 1 << 30, broken)
-    return Backend(name, package, module.DEVICE, module.ORDER, module.missing)
+    return Backend(name, package, module.DEVICE, module.ORDER, module.missing, getattr(module, "WITHOUT", {}))

@@ -1,0 +1,206 @@
+"""Every documented limit, violated on purpose: the predicate refuses, in words, and so does the vendor's model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvbackend import ArgumentError
+from kvbackend.backends.npu import vendor_ops
+from kvbackend.backends.npu.limits import Limit, OneOf, Steps, VendorOp
+from kvbackend.backends.npu.target import FAMILIES
+from tests.npu import cases, judge, vendor
+
+Sizes = Callable[[Any], dict[str, Any]]
+META = torch.device("meta")
+
+
+def named(name: str) -> Sizes:
+    return lambda value: {name: value}
+
+
+# (vendor op, limit) -> the ops that it limits, and the sizes of a call with a given value of it
+WALK: dict[tuple[str, str], list[tuple[str, Sizes]]] = {
+    ("npu_scatter_pa_kv_cache", "dtype"): [
+        (op, named("dtype")) for op in ("reshape_and_cache", "concat_and_cache_mla")
+    ],
+    ("npu_scatter_pa_cache.value", "dtype"): [("store_rows", named("dtype"))],
+    ("npu_gather_pa_kv_cache", "dtype"): [("gather_cache", named("dtype"))],
+    ("npu_gather_pa_kv_cache", "token_bytes"): [("gather_cache", named("token_bytes"))],
+    ("npu_fused_infer_attention_score_v2", "dtype"): [
+        (op, named("dtype")) for op in ("paged_attention", "mla_attention")
+    ],
+    ("npu_fused_infer_attention_score_v2", "num_heads"): [
+        ("paged_attention", lambda value: dict(num_heads=value, kv_heads=value))
+    ],
+    ("npu_fused_infer_attention_score_v2", "group"): [
+        ("paged_attention", lambda value: dict(num_heads=value, kv_heads=1))
+    ],
+    ("npu_fused_infer_attention_score_v2", "row_width"): [
+        ("paged_attention", lambda value: dict(num_heads=-(-value // 64), kv_heads=-(-value // 64), num_blocks=3))
+    ],
+    ("npu_fused_infer_attention_score_v2", "block_size"): [
+        ("paged_attention", lambda value: dict(block_size=value, head_dim=192))
+    ],
+    ("npu_fused_infer_attention_score_v2", "block_size_64_128"): [("paged_attention", named("block_size"))],
+    ("npu_fused_infer_attention_score_v2", "batch"): [
+        (op, named("batch")) for op in ("paged_attention", "mla_attention")
+    ],
+    **{
+        ("npu_fused_infer_attention_score_v2", name): [("paged_attention", named(name))]
+        for name in ("head_dim", "sink_dtype")
+    },
+    **{
+        ("npu_fused_infer_attention_score_v2", name): [("mla_attention", named(name))]
+        for name in ("mla_rank", "mla_rope_dim", "mla_heads", "mla_block_size")
+    },
+    **{
+        ("npu_sparse_flash_attention", name): [("sparse_mla_attention", named(name))]
+        for name in ("dtype", "rank", "rope_dim", "num_heads", "block_size")
+    },
+    **{
+        ("npu_kv_quant_sparse_flash_attention", name): [
+            ("sparse_mla_attention", lambda value, name=name: {"kv_format": "v32_fp8_656_ascend", name: value})
+        ]
+        for name in ("dtype", "num_heads", "block_size")
+    },
+    **{
+        ("npu_lightning_indexer", name): [("lightning_indexer", named(name))]
+        for name in ("dtype", "weights_dtype", "dim", "num_heads", "block_size", "k")
+    },
+    **{
+        ("npu_transpose_batchmatmul", name): [("absorb_q", named(name))]
+        for name in ("dtype", "num_heads", "inputs", "outputs", "heads_by_inputs")
+    },
+    **{
+        ("npu_attention_update", name): [("merge_attn_states", named(name))] for name in ("dtype", "parts", "value_dim")
+    },
+    ("npu_rms_norm", "dtype"): [("mla_project_kv", named("dtype"))],
+    ("npu_rotary_mul", "rotary_dim"): [(op, named("rotary_dim")) for op in ("apply_rope", "mla_project_kv")],
+}
+TOO_LARGE_FOR_HOST = {"batch", "row_width", "token_bytes", "heads_by_inputs", "num_heads", "inputs", "outputs", "k"}
+
+
+def violations(limit: Limit) -> Iterator[Any]:
+    if isinstance(limit.rule, OneOf) and isinstance(limit.rule.values[0], torch.dtype):
+        yield from (dtype for dtype in (torch.float64, torch.float32) if not limit.rule.allows(dtype))
+    else:
+        yield from limit.rule.violations()
+
+
+def walk() -> Iterator[Any]:
+    for op in vendor_ops.ALL:
+        for family in FAMILIES:
+            for limit in op.limits:
+                if family in op.cann and family in limit.families and limit.source != "no limit found":
+                    for value in violations(limit):
+                        yield pytest.param(op, family, limit, value, id=f"{op.name}-{family}-{limit.name}-{value}")
+
+
+@pytest.mark.parametrize(("vendor_op", "family", "limit", "value"), list(walk()))
+def test_a_violated_limit_is_refused_before_torch_npu_is_called(
+    vendor_op: VendorOp, family: str, limit: Limit, value: Any, become
+) -> None:
+    for op, sizes in WALK[vendor_op.name, limit.name]:
+        double = become(family)
+        try:
+            found = judge.reasons(op, getattr(cases, op)(device=META, **sizes(value)))
+        except ArgumentError:  # no backend takes such a call
+            continue
+        of_limit = [reason for reason in found if vendor_op.name in reason and str(limit.rule) in reason]
+        assert of_limit, found
+        assert all(re.match(r"[^;]+ \S+; .+ takes .+ on Ascend.+ \(.+\): .+", reason) for reason in of_limit)
+        assert not double.calls
+        if limit.name not in TOO_LARGE_FOR_HOST:  # forced past the predicate, the vendor's model rejects it too
+            with pytest.raises(vendor.RejectedError):
+                judge.run(op, getattr(cases, op)(**sizes(value)))
+
+
+def test_every_limit_is_walked() -> None:
+    assert set(WALK) == {(op.name, limit.name) for op in vendor_ops.ALL for limit in op.limits}
+
+
+def test_the_values_at_the_limits_are_taken(become) -> None:
+    """A predicate that refused everything would pass the walk."""
+    for op in vendor_ops.ALL:
+        for family in FAMILIES:
+            for limit in op.limits:
+                if family not in op.cann or family not in limit.families:
+                    continue
+                become(family)
+                rule = limit.rule.steps if not isinstance(limit.rule, (OneOf, Steps)) else limit.rule
+                edges = (
+                    rule.values
+                    if isinstance(rule, OneOf)
+                    else (max(rule.low, rule.step), rule.high - rule.high % rule.step)
+                )
+                for edge in edges:
+                    assert not list(op.refuse(limit.name, edge, "", ""))
+
+
+def strided(call: cases.Call, name: str) -> cases.Call:
+    return call | {name: torch.stack((call[name],) * 2, -1)[..., 0]}
+
+
+REFUSED_OPTIONS: list[tuple[str, str, Callable[[], cases.Call]]] = [
+    ("reshape_and_cache", "key_cache is strided", lambda: strided(cases.reshape_and_cache(), "key_cache")),
+    ("reshape_and_cache", "value_cache is strided", lambda: strided(cases.reshape_and_cache(), "value_cache")),
+    ("concat_and_cache_mla", "ckv_cache is strided", lambda: strided(cases.concat_and_cache_mla(), "ckv_cache")),
+    ("store_rows", "cache is strided", lambda: strided(cases.store_rows(), "cache")),
+    ("gather_cache", "cache is strided", lambda: strided(cases.gather_cache(), "cache")),
+    ("gather_cache", "seq_starts is given", lambda: cases.gather_cache() | {"seq_starts": torch.tensor([0, 4]).int()}),
+    ("gather_cache", "out_format is 'fp32'", lambda: cases.gather_cache() | {"out_format": "fp32"}),
+    ("paged_attention", "key_cache is strided", lambda: strided(cases.paged_attention(), "key_cache")),
+    ("paged_attention", "value_cache has 128 dims and q 64", lambda: cases.paged_attention(value_dim=128)),
+    ("paged_attention", "window is 3", lambda: cases.paged_attention(window=3)),
+    ("paged_attention", "softcap is 2.0", lambda: cases.paged_attention(softcap=2.0)),
+    (
+        "paged_attention",
+        "key_positions is given",
+        lambda: cases.paged_attention(key_positions=torch.zeros(12, 128).int()),
+    ),
+    ("paged_attention", "rope_cos_sin is given", lambda: cases.paged_attention(rope_cos_sin=torch.zeros(200, 64))),
+    ("paged_attention", "key_bias is given", lambda: cases.paged_attention(key_bias=torch.zeros(12, 128, 2))),
+    (
+        "paged_attention",
+        "return_lse is True with sinks",
+        lambda: cases.paged_attention(sink_dtype=torch.bfloat16, return_lse=True),
+    ),
+    ("mla_attention", "ckv_cache is strided", lambda: strided(cases.mla_attention(), "ckv_cache")),
+    ("mla_attention", "kpe_cache is strided", lambda: strided(cases.mla_attention(), "kpe_cache")),
+    ("mla_attention", "return_lse is True", lambda: cases.mla_attention(return_lse=True)),
+    ("sparse_mla_attention", "ckv_cache is strided", lambda: strided(cases.sparse_mla_attention(), "ckv_cache")),
+    ("sparse_mla_attention", "return_lse is True", lambda: cases.sparse_mla_attention(return_lse=True)),
+    (
+        "sparse_mla_attention",
+        "chooses 0 tokens",
+        lambda: cases.sparse_mla_attention(topk_indices=torch.zeros(4, 0).int()),
+    ),
+    ("sparse_mla_attention", "kv_format is 'v32_fp8_656'", lambda: cases.sparse_mla_attention(kv_format="v32_fp8_656")),
+    ("lightning_indexer", "key_cache is strided", lambda: strided(cases.lightning_indexer(), "key_cache")),
+    ("lightning_indexer", "order is 'score'", lambda: cases.lightning_indexer(order="score")),
+    ("lightning_indexer", "compress_ratio is 4", lambda: cases.lightning_indexer(compress_ratio=4)),
+    ("lightning_indexer", "candidates is given", lambda: cases.lightning_indexer(candidates=torch.zeros(3, 1).int())),
+    ("lightning_indexer", "weights are torch.float16", lambda: cases.lightning_indexer(weights_dtype=torch.float16)),
+    ("absorb_q", "w_uk is strided", lambda: strided(cases.absorb_q(), "w_uk")),
+    (
+        "merge_attn_states",
+        "outs is empty",
+        lambda: cases.merge_attn_states() | {"outs": torch.zeros(2, 0, 2, 16), "lses": torch.zeros(2, 0, 2)},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "words", "call"), REFUSED_OPTIONS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_the_vendor_op_lacks_is_refused(op, words, call, become) -> None:
+    double = become("950DT")
+    found = [reason for reason in judge.reasons(op, call()) if words in reason]
+    assert found
+    assert all(re.match(r"[^;]+; .+: .+", reason) for reason in found), found
+    assert not double.calls
