@@ -34,14 +34,14 @@ Step = Callable[[str, int, int], None]  # told the scheme, the tokens done and t
 
 def default_schemes(head_dim: int | None, quick: bool = False) -> list[str]:
     """Formats, kept tokens, low rank, eviction and stacks of them. head_dim: None where a model has no heads (MLA)."""
-    formats = ["fp8_e4m3", "int8", "int4", "fp4_e2m1", "fp4_e2m1,recent=128,sinks=4"]
+    formats = ["fp8_e4m3", "fp8_e4m3:token_head", "int8", "int4", "fp4_e2m1", "fp4_e2m1,recent=128,sinks=4"]
     evict = ["bf16,evict=snapkv:25%"]
     low_rank = [f"bf16,rank={head_dim // 2}/{head_dim}"] if head_dim else []
     stacks = []
     if not quick:
         stacks += ["fp8_e4m3,evict=snapkv:50%", "fp4_e2m1,evict=snapkv:50%"]
         formats += ["mxfp4", "nvfp4,scales=amax" if head_dim else "nvfp4", "fp8_e5m2", "mxfp8"]
-        formats += ["int8/fp4_e2m1", "fp4_e2m1/int8", "int4,recent=128"]
+        formats += ["int8/fp8_e4m3", "int8/fp4_e2m1", "fp4_e2m1/int8", "int4,recent=128"]
         evict += ["bf16,evict=h2o:25%", "bf16,evict=streaming:25%", "bf16,evict=snapkv:25%:summary=16"]
         evict += ["bf16,evict=tova:25%", "bf16,evict=l2norm:50%", "bf16,evict=pyramidkv:25%"]
         low_rank += [f"bf16,rank={head_dim * 3 // 4}"] if head_dim else []
