@@ -8,7 +8,7 @@ namespace kvbackend::KVBACKEND_ISA {
 // ----------------------------------------------------------------------------------------------------------- codes
 
 // How a number becomes what the grid rounds. `other` is the global scale, or the minimum. A power of two has an exact
-// reciprocal, which is then what `scale` is.
+// reciprocal, which is then what `scale` is. Numbers that are encoded are not NaN: RowEncoder sees to that.
 enum class By { scale, reciprocal, global_and_scale, minimum_and_scale };
 
 template <By by, class Number>
