@@ -57,9 +57,10 @@ struct Sequence {
   int64_t split = 0, first_part = 0, parts = 1;  // where its keys are cut, and what is left to be merged
 };
 
-// The sequences that have queries and keys, whatever the numbers say: nothing outside the table nor q is named.
+// The sequences that have queries and keys, whatever the numbers say: nothing outside the table nor q is named. A key
+// stands for `ratio` tokens, of which the newest may lack their key yet.
 inline std::vector<Sequence> read_batch(const Pages& pages, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
-                                        int64_t max_seqlen_q, int64_t num_tokens) {
+                                        int64_t max_seqlen_q, int64_t num_tokens, int64_t ratio = 1) {
   expect_shape(seq_lens, "seq_lens", {pages.sequences()});
   expect_shape(cu_seqlens_q, "cu_seqlens_q", {pages.sequences() + 1});
   const Ids lengths(seq_lens, "seq_lens"), offsets(cu_seqlens_q, "cu_seqlens_q");
@@ -69,7 +70,7 @@ inline std::vector<Sequence> read_batch(const Pages& pages, const Tensor& seq_le
   for (int64_t i = 0; i < pages.sequences(); ++i) {
     const int64_t first = std::clamp<int64_t>(offsets[i], 0, num_tokens);
     const int64_t queries = std::clamp<int64_t>(offsets[i + 1], first, num_tokens) - first;
-    const int64_t length = std::clamp<int64_t>(lengths[i], 0, pages.capacity());
+    const int64_t length = std::clamp<int64_t>(lengths[i], 0, (pages.capacity() + 1) * ratio - 1);
     const int64_t wanted = std::min(queries, std::max<int64_t>(max_seqlen_q, 0));
     if (wanted > 0 && length > 0) batch.push_back({i, first, wanted, length, length - queries});
   }

@@ -39,11 +39,11 @@ template <class T>
 constexpr bool kTiles = false;
 #endif
 
-// What a thread needs to work on tasks, one after the other.
-template <class T, class Source>
+// What a thread needs to work on tasks, one after the other. KeyPages says where a sequence's keys are, as Pages does.
+template <class T, class Source, class KeyPages = Pages>
 class Worker {
  public:
-  Worker(const Source& source, const Pages& pages, const Rule& rule)
+  Worker(const Source& source, const KeyPages& pages, const Rule& rule)
       : source_(source),
         pages_(pages),
         rule_(rule),
@@ -328,7 +328,7 @@ class Worker {
   }
 
   const Source& source_;
-  const Pages& pages_;
+  const KeyPages& pages_;
   const Rule rule_;
   const int64_t dim_, value_dim_;  // rounded up to whole pairs of vectors
   Floats queries_;                 // [heads, width, dim], or [heads, dim, width] for many rows

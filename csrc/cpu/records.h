@@ -9,6 +9,9 @@ struct Field {
   const char* name;
   const char* dtype;
   int64_t plane, offset, bytes;  // where in a row
+
+  bool holds(const char* wanted) const { return !std::strcmp(dtype, wanted); }
+  int64_t count() const { return bytes / (holds("float32") ? 4 : holds("float16") || holds("bfloat16") ? 2 : 1); }
 };
 
 struct Record {

@@ -11,7 +11,7 @@ import kvbackend
 from kvbackend.ops import candidate_blocks, indexer_logits, lightning_indexer
 from tests.ops.test_indexer_logits import batch, draw
 
-BACKENDS = pytest.mark.parametrize("backend", ["reference"])
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
 
 def scored(rows: list[list[float]], visible: list[int], block_size: int = 4) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kvbackend.matrix import DTYPES
 from kvbackend.ops import candidate_blocks, indexer_logits, lightning_indexer, topk_indices
 from tests.ops.test_indexer_logits import batch, draw
 
-BACKENDS = pytest.mark.parametrize("backend", ["reference"])
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 

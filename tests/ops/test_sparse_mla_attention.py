@@ -145,7 +145,7 @@ def test_both_orders_of_the_656_byte_record_read_alike() -> None:
         (dict(cu_seqlens_q=torch.tensor([2, 3, 5], dtype=torch.int32)), "cu_seqlens_q starts with 2"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_wrong_calls(change: dict[str, Any], message: str, backend: str) -> None:
     good = dict(sparse_mla_attention.make_samples("cpu", torch.float32))["not causal"]
     with kvbackend.use(backend):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kvbackend
 from kvbackend.ops import topk_indices
 
-BACKENDS = pytest.mark.parametrize("backend", ["reference"])
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
 
 def select(backend: str, scores: torch.Tensor, k: int, **other) -> torch.Tensor:

@@ -40,3 +40,9 @@ def rope_table(rope_cos_sin: Any, q: Any) -> Iterator[str]:
             f"rope_cos_sin is {rope_cos_sin.dtype}; the CPU kernel takes torch.float32 or q's {q.dtype}: "
             f"convert the table once"
         )
+
+
+def whole_pages(name: str, pages: Any, kv_format: str) -> Iterator[str]:
+    """The bytes of a page of records follow each other."""
+    if kv_format != "auto" and pages.stride(1) != 1:
+        yield f"{name} has bytes {pages.stride(1)} apart; the CPU kernel takes whole pages: make it contiguous"

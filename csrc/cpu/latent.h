@@ -1,0 +1,79 @@
+// MLA's latent cache as a source of attention: one kv head, whose key is the latent and the rotary part, whose value is
+// the latent part.
+#pragma once
+
+#include "attention.h"
+
+namespace kvbackend::KVBACKEND_ISA {
+
+template <class T>
+struct Rows {  // rows of a tensor by its first two dims: [T, H, D] or [nb, bs, D]
+  explicit Rows(const Tensor& tensor)
+      : data(static_cast<const T*>(tensor.const_data_ptr())),
+        first(tensor.stride(0)),
+        second(tensor.stride(1)),
+        dim(tensor.stride(2)),
+        size(tensor.size(2)) {}
+
+  template <class E>
+  void load(int64_t offset, E* out) const {
+    load_row(data + offset, dim, size, out);
+  }
+
+  const T* data;
+  int64_t first, second, dim, size;
+};
+
+template <class T>
+class LatentSource {
+ public:
+  static constexpr bool kValuesAreKeys = true;
+
+  LatentSource(const Tensor& q_nope, const Tensor& q_pe, const Tensor& ckv_cache, const Tensor& kpe_cache)
+      : heads_(q_nope.size(1)), q_nope_(q_nope), q_pe_(q_pe), ckv_(ckv_cache), kpe_(kpe_cache) {}
+
+  int64_t heads() const { return heads_; }
+  int64_t kv_heads() const { return 1; }
+  int64_t dim() const { return ckv_.size + kpe_.size; }
+  int64_t value_dim() const { return ckv_.size; }
+  bool in_place() const { return false; }
+  bool stored() const { return true; }
+
+  template <class E>
+  void load_query(int64_t token, int64_t head, E* out) const {
+    q_nope_.load(token * q_nope_.first + head * q_nope_.second, out);
+    q_pe_.load(token * q_pe_.first + head * q_pe_.second, out + ckv_.size);
+  }
+
+  bool in_order() const { return true; }
+  int64_t position(int64_t /*block*/, int64_t /*slot*/) const { return 0; }
+
+  void locate(Keys& keys, int64_t n) const {
+    keys.key[n] = keys.block[n] * ckv_.first + keys.slot[n] * ckv_.second;
+    keys.value[n] = keys.block[n] * kpe_.first + keys.slot[n] * kpe_.second;
+  }
+
+  const T* key_row(const Keys& keys, int64_t n, int64_t /*head*/) const { return ckv_.data + keys.key[n]; }
+  const T* value_row(const Keys& keys, int64_t n, int64_t /*head*/) const { return ckv_.data + keys.key[n]; }
+
+  template <class E>
+  void load_key(const Keys& keys, int64_t n, int64_t /*head*/, E* out) const {
+    ckv_.load(keys.key[n], out);
+    kpe_.load(keys.value[n], out + ckv_.size);
+  }
+  template <class E>
+  void load_value(const Keys&, int64_t, int64_t, E*) const {}
+
+  void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
+    for (int64_t n = 0; n < keys.count; ++n) ahead.add(ckv_.data + keys.key[n], ckv_.size * sizeof(T));
+    for (int64_t n = 0; n < keys.count; ++n) ahead.add(kpe_.data + keys.value[n], kpe_.size * sizeof(T));
+  }
+
+  bool bias(const Keys&, int64_t, float*) const { return false; }
+
+ private:
+  int64_t heads_;
+  Rows<T> q_nope_, q_pe_, ckv_, kpe_;
+};
+
+}  // namespace kvbackend::KVBACKEND_ISA
