@@ -17,14 +17,14 @@ def main(args: argparse.Namespace) -> int:
     """Measure and print."""
     import torch
 
-    from .. import bench, bench_formats
+    from .. import bench, bench_formats, bench_sparse
     from ..ops import get, registry
 
     chosen = [get(name).name for name in args.ops] or sorted(registry)
     found = bench.op_times(chosen)
     if not args.ops:
         found = bench.dispatch_overhead() + found
-    found += bench_formats.format_times(chosen)
+    found += bench_formats.format_times(chosen) + bench_sparse.sparse_times(chosen)
     machine, limits = bench.machine(), bench.limits()
     if args.json:
         document = dict(machine=machine, threads=torch.get_num_threads(), limits=limits)
@@ -41,10 +41,23 @@ def main(args: argparse.Namespace) -> int:
             "" if result.over_plain_us is None else f"{result.over_plain_us:+.1f}",
             "" if result.gbs is None else f"{result.gbs:.1f}",
             "" if result.of_limit is None else f"{result.of_limit:.0%}",
+            ", ".join(f"{peer['ratio']} of {peer['name']}" for peer in result.peers),
         )
         for result in found
     ]
-    print_table(("op", "case", "format", "backend", "median us", "p20 us", "over plain us", "GB/s", "of copy"), rows)
+    titles = (
+        "op",
+        "case",
+        "format",
+        "backend",
+        "median us",
+        "p20 us",
+        "over plain us",
+        "GB/s",
+        "of copy",
+        "time of a peer's",
+    )
+    print_table(titles, rows)
     print(
         f"{machine}; read {limits['read_gbs']} GB/s, copy {limits['copy_gbs']} GB/s; bfloat16, cache-warm but for "
         f"rows with GB/s"
