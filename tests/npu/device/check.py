@@ -1,0 +1,80 @@
+"""Run the ops on an NPU and compare with the references: nobody has done it yet. `ci/ascend_check.sh` calls it.
+
+    python -m tests.npu.device.check [--ops a,b] [--fake]
+
+Each op takes its contract samples and the calls of `tests/npu/cases.py` in three dtypes; a line says how many were
+taken and refused, and what went wrong. --fake installs the fake operator library first (ci/npu_check.sh's
+environment), to try the check itself. Exit code 1 if a call fails or differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+
+import torch
+
+import kvbackend
+from kvbackend.backends.npu import target
+from kvbackend.matrix import copy_arguments, flat_results
+from kvbackend.ops import registry
+from tests.npu import cases, judge
+from tests.npu.device.moving import moved
+
+# Calls that rest on something which Ascend's documentation does not say (docs/ascend.md)
+UNDOCUMENTED = ("padding", "all padding", "int32 slots", "rows past the batch", "equal scores")
+
+
+def check(op: str, dtype: torch.dtype) -> tuple[int, int, list[str]]:
+    """Calls taken, calls refused, and what went wrong in which."""
+    taken, refused, wrong = 0, 0, []
+    for name, args in cases.every(op, dtype):
+        if judge.reasons(op, args):
+            refused += 1
+            continue
+        taken += 1
+        on_device = moved(registry[op].bind((), copy_arguments(args)), "npu:0")
+        try:
+            with kvbackend.use("npu", ops=op):
+                result = registry[op](**on_device)
+            got = {key: value.cpu() for key, value in flat_results(registry[op], result, on_device).items()}
+            found = judge.faults(op, args, got)
+        except RuntimeError as error:
+            found = [str(error).splitlines()[0]]
+        remark = " (rests on undocumented behaviour)" if name.removeprefix("npu: ") in UNDOCUMENTED else ""
+        wrong += [f"{name}{remark}: {fault}" for fault in found]
+    return taken, refused, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", default=",".join(judge.ADAPTED), help="comma-separated ops")
+    parser.add_argument("--fake", action="store_true", help="over the fake operator library")
+    options = parser.parse_args()
+    for reason in judge.NPU.missing():
+        print(f"no NPU: {reason}")
+        return 1
+    import torch_npu
+
+    if options.fake:
+        from tests.npu.stub_cann import fake_aclnn
+
+        torch.empty(1, device="npu:0")
+        fake_aclnn.install()
+    soc, here = torch_npu.npu.get_device_name(), target.current()
+    print(f"{'FAKE ' if options.fake else ''}{soc}, CANN {here.cann}, torch_npu {torch_npu.__version__}", end=", ")
+    print(f"torch {torch.__version__}, {platform.platform()}")
+    failed = False
+    for op in options.ops.split(","):
+        for dtype in judge.DTYPES:
+            taken, refused, wrong = check(op, dtype)
+            counts = f"{taken:3} taken {refused:3} refused {len(wrong):3} wrong"
+            print(f"{op:22} {str(dtype).removeprefix('torch.'):9} {counts}")
+            for fault in wrong:
+                print(f"    {fault}")
+            failed = failed or bool(wrong)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

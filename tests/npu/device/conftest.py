@@ -1,0 +1,28 @@
+"""Tests on `npu:0` with the real torch_npu over a fake CANN: ci/npu_check.sh runs them, in its own environment."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+collect_ignore_glob = [] if os.environ.get("ASCEND_STUB_SOC") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fake_npu():
+    """`npu:0` on host memory."""
+    import torch_npu  # noqa: F401  (registers the device)
+
+    from tests.npu.stub_cann import fake_aclnn
+
+    torch.empty(1, device="npu:0")
+    fake_aclnn.install()
+    return fake_aclnn
+
+
+@pytest.fixture(autouse=True)
+def fresh_log(fake_npu):
+    fake_npu.calls.clear()
+    fake_npu.problems.clear()

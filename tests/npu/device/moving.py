@@ -1,0 +1,29 @@
+"""Tensors to another device with the strides, offsets and shared storages that they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def moved(args: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """The arguments on a device; views of one allocation stay views of one."""
+    allocations: dict[int, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in allocations or tensor.numel() == 0:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+            allocations[storage.data_ptr()] = torch.empty(max(whole.numel(), 1), dtype=torch.uint8, device=device)
+            if whole.numel():
+                allocations[storage.data_ptr()].copy_(whole)
+        whole = allocations[storage.data_ptr()]
+        usable = whole.numel() // tensor.element_size() * tensor.element_size()
+        if tensor.numel() == 0:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return whole[:usable].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return {name: move(value) if isinstance(value, Tensor) else value for name, value in args.items()}

@@ -1,0 +1,195 @@
+// The ACL runtime on host memory: devices, memory, streams and events, so that torch_npu can hold tensors on "npu:0".
+// There is no device behind it: work is done when it is submitted, and streams are always idle. Prototypes are those of
+// the ACL headers in the torch_npu wheel. For tests only; see build.py.
+//
+//   ASCEND_STUB_SOC       the SoC name to report   (Ascend950PR_9599)
+//   ASCEND_STUB_CANN      the CANN version          (9.1.0)
+//   ASCEND_STUB_DEVICES   the number of devices     (1)
+
+#include <acl/acl.h>
+#include <acl/acl_op_compiler.h>
+#include <acl/acl_rt.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
+
+namespace {
+
+constexpr size_t kMemoryBytes = size_t(8) << 30;
+constexpr size_t kAlignment = 512;
+constexpr aclError kOutOfMemory = 207001;
+constexpr int kCores = 24;  // whatever kind of core is asked for
+
+struct Stream {
+  int32_t id;
+};
+
+struct Event {
+  std::chrono::steady_clock::time_point recorded;
+};
+
+thread_local int32_t current_device = 0;
+std::atomic<int32_t> next_stream{1};
+int the_context;
+
+std::mutex allocations_mutex;
+std::unordered_map<void*, size_t> allocations;
+size_t used_bytes = 0;
+
+const char* setting(const char* name, const char* otherwise) {
+  const char* value = std::getenv(name);
+  return value && *value ? value : otherwise;
+}
+
+const char* cann() { return setting("ASCEND_STUB_CANN", "9.1.0"); }
+
+aclError allocate(void** pointer, size_t bytes) {
+  const size_t rounded = (bytes / kAlignment + 1) * kAlignment;
+  std::lock_guard<std::mutex> lock(allocations_mutex);
+  void* memory = used_bytes + rounded <= kMemoryBytes ? std::aligned_alloc(kAlignment, rounded) : nullptr;
+  if (!memory) return kOutOfMemory;
+  std::memset(memory, 0xff, rounded);  // NaN in every float format: what nobody wrote is noticed
+  allocations[memory] = rounded;
+  used_bytes += rounded;
+  *pointer = memory;
+  return ACL_SUCCESS;
+}
+
+aclError release(void* pointer) {
+  std::lock_guard<std::mutex> lock(allocations_mutex);
+  const auto found = allocations.find(pointer);
+  if (found == allocations.end()) return ACL_ERROR_INVALID_PARAM;
+  used_bytes -= found->second;
+  allocations.erase(found);
+  std::free(pointer);
+  return ACL_SUCCESS;
+}
+
+aclError copy(void* target, size_t capacity, const void* source, size_t bytes) {
+  if (bytes > capacity) return ACL_ERROR_INVALID_PARAM;
+  std::memmove(target, source, bytes);
+  return ACL_SUCCESS;
+}
+
+aclError fill(void* target, size_t capacity, int32_t value, size_t bytes) {
+  if (bytes > capacity) return ACL_ERROR_INVALID_PARAM;
+  std::memset(target, value, bytes);
+  return ACL_SUCCESS;
+}
+
+aclError make_stream(aclrtStream* stream) {
+  *stream = new Stream{next_stream++};
+  return ACL_SUCCESS;
+}
+
+aclError make_event(aclrtEvent* event) {
+  *event = new Event{std::chrono::steady_clock::now()};
+  return ACL_SUCCESS;
+}
+
+template <typename T>
+aclError answer(T* result, T value) {
+  if (result) *result = value;
+  return ACL_SUCCESS;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Process, device and context
+aclError aclInit(const char*) { return ACL_SUCCESS; }
+aclError aclFinalize() { return ACL_SUCCESS; }
+const char* aclGetRecentErrMsg() { return ""; }
+const char* aclrtGetSocName() { return setting("ASCEND_STUB_SOC", "Ascend950PR_9599"); }
+aclError aclsysGetVersionStr(char*, char* version) { return std::strcpy(version, cann()), ACL_SUCCESS; }
+aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
+  std::memset(version, 0, sizeof *version);
+  std::strcpy(version->version, cann());
+  return ACL_SUCCESS;
+}
+aclError aclrtGetDeviceCount(uint32_t* count) { return answer<uint32_t>(count, std::atoi(setting("ASCEND_STUB_DEVICES", "1"))); }
+aclError aclrtSetDevice(int32_t device) { return current_device = device, ACL_SUCCESS; }
+aclError aclrtGetDevice(int32_t* device) { return answer(device, current_device); }
+aclError aclrtResetDevice(int32_t) { return ACL_SUCCESS; }
+aclError aclrtGetCurrentContext(aclrtContext* context) { return answer<void*>(context, &the_context); }
+aclError aclrtSetCurrentContext(aclrtContext) { return ACL_SUCCESS; }
+aclError aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* active) { return answer<uint32_t>(flags, 0), answer(active, 1); }
+aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo, int64_t* value) { return answer<int64_t>(value, kCores); }
+aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr, int64_t* value) { return answer<int64_t>(value, kCores); }
+aclError aclrtGetDeviceResLimit(int32_t, aclrtDevResLimitType, uint32_t* value) { return answer<uint32_t>(value, kCores); }
+aclError aclrtGetStreamResLimit(aclrtStream, aclrtDevResLimitType, uint32_t* value) { return answer<uint32_t>(value, kCores); }
+aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) { return answer(can, 0); }
+
+// Options: taken and forgotten
+aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) { return ACL_SUCCESS; }
+aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
+aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
+aclError aclrtSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
+aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t* value) { return answer<int64_t>(value, 0); }
+aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
+aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
+size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof "disable"; }
+aclError aclGetCompileopt(aclCompileOpt, char* value, size_t size) { return std::snprintf(value, size, "disable"), ACL_SUCCESS; }
+
+// Memory
+aclError aclrtMalloc(void** pointer, size_t bytes, aclrtMemMallocPolicy) { return allocate(pointer, bytes); }
+aclError aclrtMallocAlign32(void** pointer, size_t bytes, aclrtMemMallocPolicy) { return allocate(pointer, bytes); }
+aclError aclrtMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes); }
+aclError aclrtFree(void* pointer) { return release(pointer); }
+aclError aclrtFreeHost(void* pointer) { return release(pointer); }
+aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free_bytes, size_t* total_bytes) {
+  std::lock_guard<std::mutex> lock(allocations_mutex);
+  return answer(total_bytes, kMemoryBytes), answer(free_bytes, kMemoryBytes - used_bytes);
+}
+aclError aclrtMemcpy(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind) {
+  return copy(target, capacity, source, bytes);
+}
+aclError aclrtMemcpyAsync(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind, aclrtStream) {
+  return copy(target, capacity, source, bytes);
+}
+aclError aclrtMemset(void* target, size_t capacity, int32_t value, size_t bytes) { return fill(target, capacity, value, bytes); }
+aclError aclrtMemsetAsync(void* target, size_t capacity, int32_t value, size_t bytes, aclrtStream) {
+  return fill(target, capacity, value, bytes);
+}
+
+// Streams
+aclError aclrtCreateStream(aclrtStream* stream) { return make_stream(stream); }
+aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) { return make_stream(stream); }
+aclError aclrtDestroyStream(aclrtStream stream) { return delete static_cast<Stream*>(stream), ACL_SUCCESS; }
+aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) { return answer(id, stream ? static_cast<Stream*>(stream)->id : 0); }
+aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus* status) { return answer(status, ACL_STREAM_STATUS_COMPLETE); }
+aclError aclrtSynchronizeStream(aclrtStream) { return ACL_SUCCESS; }
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) { return ACL_SUCCESS; }
+aclError aclrtSynchronizeDevice() { return ACL_SUCCESS; }
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return ACL_SUCCESS; }
+
+// Events
+aclError aclrtCreateEvent(aclrtEvent* event) { return make_event(event); }
+aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t) { return make_event(event); }
+aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) { return make_event(event); }
+aclError aclrtDestroyEvent(aclrtEvent event) { return delete static_cast<Event*>(event), ACL_SUCCESS; }
+aclError aclrtRecordEvent(aclrtEvent event, aclrtStream) {
+  if (event) static_cast<Event*>(event)->recorded = std::chrono::steady_clock::now();
+  return ACL_SUCCESS;
+}
+aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return ACL_SUCCESS; }
+aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent) { return ACL_SUCCESS; }
+aclError aclrtSynchronizeEvent(aclrtEvent) { return ACL_SUCCESS; }
+aclError aclrtQueryEventStatus(aclrtEvent, aclrtEventRecordedStatus* status) {
+  return answer(status, ACL_EVENT_RECORDED_STATUS_COMPLETE);
+}
+aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus* status) {
+  return answer(status, ACL_EVENT_WAIT_STATUS_COMPLETE);
+}
+aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent first, aclrtEvent second) {
+  const auto span = static_cast<Event*>(second)->recorded - static_cast<Event*>(first)->recorded;
+  return answer(milliseconds, std::chrono::duration<float, std::milli>(span).count());
+}
+
+}  // extern "C"
