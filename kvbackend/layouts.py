@@ -9,12 +9,34 @@ A cache is `[num_blocks, block_size, kv_heads, head_dim]` whatever its layout; a
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .errors import ArgumentError
 
 LAYOUTS = ("NHD", "HND", "interleaved")
+HUGE_PAGE = 2 << 20  # bytes, of x86-64 and of arm64 with pages of 4 KiB
+
+
+def empty_pages(*shape: Any, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Pages of a cache [*shape], not initialized; on a CPU, Linux is asked to back them with huge pages.
+
+    Attention reads pages in any order, where small pages of memory cost a walk through the page table for each. Where
+    the kernel never gives huge pages, or the tensor is smaller than one, it is like any other.
+    """
+    pages = torch.empty(*shape, dtype=dtype, device=device)
+    # a fake tensor has no memory, and those who trace call this too
+    if type(pages) is Tensor and pages.device.type == "cpu" and pages.nbytes >= HUGE_PAGE and sys.platform == "linux":
+        start = -(-pages.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (pages.data_ptr() + pages.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        # advice: whether it is taken changes no result
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def allocate_kv(
@@ -38,16 +60,16 @@ def allocate_kv(
                 f"layout 'interleaved' has one row size, but head_dim is {head_dim} and value_dim {value_dim}: "
                 f"choose NHD or HND"
             )
-        pair = torch.empty(num_blocks, 2, block_size, kv_heads, head_dim, dtype=dtype, device=device)
+        pair = empty_pages(num_blocks, 2, block_size, kv_heads, head_dim, dtype=dtype, device=device)
         return pair[:, 0], pair[:, 1]
     caches = []
     for dim in (head_dim, value_dim):
         if layout == "HND":
             caches.append(
-                torch.empty(num_blocks, kv_heads, block_size, dim, dtype=dtype, device=device).transpose(1, 2)
+                empty_pages(num_blocks, kv_heads, block_size, dim, dtype=dtype, device=device).transpose(1, 2)
             )
         else:
-            caches.append(torch.empty(num_blocks, block_size, kv_heads, dim, dtype=dtype, device=device))
+            caches.append(empty_pages(num_blocks, block_size, kv_heads, dim, dtype=dtype, device=device))
     return caches[0], caches[1]
 
 

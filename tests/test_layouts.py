@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvbackend import ArgumentError
+from kvbackend.cache import GqaLayer, MlaLayer, PagedCache
 from kvbackend.layouts import LAYOUTS, allocate_kv, slot_mapping, transcode
 
 
@@ -19,6 +25,44 @@ def test_a_layout_is_only_other_strides(layout: str) -> None:
     assert key.stride(-1) == 1
     strides = {"NHD": (96, 24, 8, 1), "HND": (96, 8, 32, 1), "interleaved": (192, 24, 8, 1)}
     assert key.stride() == strides[layout]
+
+
+def memory_flags(tensor: Tensor) -> list[str]:
+    """What Linux was told about the memory that holds the middle of a tensor."""
+    middle = tensor.data_ptr() + tensor.untyped_storage().nbytes() // 2
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(address, 16) for address in first.split("-"))
+            inside = start <= middle < end
+        elif inside and first == "VmFlags:":
+            return rest
+    raise AssertionError("no memory there")
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists() or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="needs Linux with transparent huge pages",
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_ask_for_huge_pages(layout: str) -> None:
+    size = dict(num_blocks=512, block_size=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 16 MiB each
+    for cache in allocate_kv(**size, layout=layout):
+        assert "hg" in memory_flags(cache)
+    layers = [GqaLayer(kv_heads=8, head_dim=128), MlaLayer(kv_lora_rank=512, qk_rope_head_dim=64)]
+    cache = PagedCache(layers, num_blocks=512, block_size=16, dtype=torch.bfloat16, layout=layout)
+    assert "hg" in memory_flags(cache.layers[0].key_cache)
+    assert "hg" in memory_flags(cache.layers[1].ckv_cache)
+    if "THP_MEM_ALLOC_ENABLE" not in os.environ:
+        assert "hg" not in memory_flags(torch.empty(64 << 20, dtype=torch.uint8)), "flags tell nothing"
+
+
+def test_small_and_fake_caches_are_like_other_tensors() -> None:
+    assert allocate_kv(1, 1, 1, 8, dtype=torch.float32)[0].shape == (1, 1, 1, 8)
+    assert allocate_kv(0, 1, 1, 8, dtype=torch.float32)[0].numel() == 0
+    with FakeTensorMode():
+        assert allocate_kv(512, 16, 8, 128, dtype=torch.bfloat16)[0].nbytes == 16 << 20
 
 
 def test_wrong_layouts() -> None:

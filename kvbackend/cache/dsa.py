@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import formats, ops
 from ..errors import ArgumentError
+from ..layouts import empty_pages
 from .layers import MlaLayer, MlaPages, Scales
 
 
@@ -56,7 +57,7 @@ class DsaLayer(MlaLayer):
             )
         keys = None
         if self.index_dim and self.index_format == "auto":
-            keys = torch.empty(num_blocks, block_size, self.index_dim, dtype=dtype, device=device)
+            keys = empty_pages(num_blocks, block_size, self.index_dim, dtype=dtype, device=device)
         elif self.index_dim:
             record = formats.record(self.index_format)
             if record.dims != (self.index_dim,):
@@ -64,7 +65,7 @@ class DsaLayer(MlaLayer):
                     f"index_format is {self.index_format!r}, rows of {sum(record.dims)} numbers; index_dim is "
                     f"{self.index_dim}: choose a record of this width, or 'auto'"
                 )
-            keys = torch.empty(num_blocks, record.page_bytes(block_size), dtype=torch.uint8, device=device)
+            keys = empty_pages(num_blocks, record.page_bytes(block_size), dtype=torch.uint8, device=device)
         return DsaPages(rows.ckv_cache, rows.kpe_cache, index_keys=keys, layer=self, block_size=block_size)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import formats, ops
 from ..errors import ArgumentError
-from ..layouts import LAYOUTS, allocate_kv
+from ..layouts import LAYOUTS, allocate_kv, empty_pages
 from . import kivi
 from .parts import Part, format_of, formats_of, is_quantized
 
@@ -157,7 +157,7 @@ class MlaLayer:
         (scale, _) = static_scales(self, dtype, kv_format, scales)
         if layout == "interleaved":
             dims = self.kv_lora_rank, self.qk_rope_head_dim
-            rows = torch.empty(num_blocks, block_size, sum(dims), dtype=dtype, device=device)
+            rows = empty_pages(num_blocks, block_size, sum(dims), dtype=dtype, device=device)
             ckv_cache, kpe_cache = rows.split(dims, dim=-1)
             return MlaPages(ckv_cache, kpe_cache, kv_format)
         return MlaPages(

@@ -11,7 +11,7 @@ from .. import formats
 from ..codecs import split
 from ..errors import ArgumentError
 from ..formats import KVFormat
-from ..layouts import allocate_kv
+from ..layouts import allocate_kv, empty_pages
 
 # Formats whose static scale may be left out. A float8 is a sound number by itself, up to 448 or 57344, and nvfp4's
 # blocks scale themselves, up to 2688; a 4-bit code without a scale is not.
@@ -98,7 +98,7 @@ class Part:
     def pages(self, num_blocks: int, block_size: int, device: torch.device, layout: str) -> Tensor:
         """Pages of its own, not initialized."""
         if self.heads is None:
-            return torch.empty(num_blocks, block_size, self.width, dtype=self.storage, device=device)
+            return empty_pages(num_blocks, block_size, self.width, dtype=self.storage, device=device)
         sizes = num_blocks, block_size, self.heads, self.width, 0  # no bytes of values
         return allocate_kv(*sizes, dtype=self.storage, device=device, layout=layout)[0]
 
@@ -108,7 +108,7 @@ class Part:
             return None
         page = split.scales_shape(self.format, self.role, (block_size, self.heads or 1, self.dim))
         page = page if self.heads is not None else (page[0], *page[2:])  # the ops' latent caches have no dim of heads
-        return torch.empty(num_blocks, *page, dtype=split.scale_dtype(self.format), device=device)
+        return empty_pages(num_blocks, *page, dtype=split.scale_dtype(self.format), device=device)
 
 
 def format_of(name: str, dtype: torch.dtype) -> KVFormat:

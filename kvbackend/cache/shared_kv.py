@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import formats, ops
 from ..codecs.records import pack_record, unpack_record
 from ..errors import ArgumentError
+from ..layouts import empty_pages
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,14 @@ class Sizes:
     def pages(self, count: int, rows: int, width: int, kv_format: str) -> Tensor:
         """Pages that are not initialized."""
         if kv_format == "auto":
-            return torch.empty(count, rows, width, dtype=self.dtype, device=self.device)
+            return empty_pages(count, rows, width, dtype=self.dtype, device=self.device)
         record = formats.record(kv_format)
         if sum(record.dims) != width:
             raise ArgumentError(
                 f"format {kv_format!r} holds rows of {sum(record.dims)} numbers; these have {width}: choose a record "
                 f"of this width, or 'auto'"
             )
-        return torch.empty(count, record.page_bytes(rows), dtype=torch.uint8, device=self.device)
+        return empty_pages(count, record.page_bytes(rows), dtype=torch.uint8, device=self.device)
 
     def ring(self, layer: SharedKvLayer, width: int) -> Tensor | None:
         """The open groups of one compressor."""
