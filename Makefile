@@ -27,7 +27,7 @@ check:
 
 format:
 	ruff check --fix . && ruff format .
-	clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+	clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'tests/*.cpp')
 
 bench: setup
 	$(BIN)/kvbackend bench

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -113,3 +116,10 @@ def test_lengths_for_the_host_are_refused_in_a_captured_graph(become) -> None:
 def test_the_vendor_model_knows_every_op_that_is_called() -> None:
     assert {op.name.split(".")[0] for op in vendor_ops.ALL} == set(vendor.OPERATORS)
     assert {op.name for op in vendor_ops.ALL} == set(snapshots()["schemas"])
+
+
+def test_aclnn_operators_are_those_of_the_golden_logs() -> None:
+    logs = (Path(__file__).parent / "device" / "logs").glob("*.txt")
+    called = {name for log in logs for name in re.findall(r"\): (aclnn\w+)\(", log.read_text())}
+    plain_torch = {"aclnnBatchMatMul"}
+    assert called - plain_torch == {name for op in vendor_ops.ALL for name in op.aclnn}

@@ -94,14 +94,14 @@ class Limit:
 class VendorOp:
     """One op of torch_npu as we call it.
 
-    aclnn    what it runs, as the golden call logs show
+    aclnn    what it runs, as the golden call logs of torch_npu 2.13.0 show
     cann     the lowest CANN that documents the op, by product; a product that is not there has no such op
     train    the first build train with the signature that we call, and why not an earlier one
     source   where the limits are documented
     """
 
     name: str
-    aclnn: str
+    aclnn: tuple[str, ...]
     cann: dict[str, str]
     limits: tuple[Limit, ...]
     source: str

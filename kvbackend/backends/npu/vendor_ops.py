@@ -29,7 +29,7 @@ def _cann(a2_a3: str, a5: str) -> dict[str, str]:
 
 SCATTER_PA_KV_CACHE = VendorOp(
     "npu_scatter_pa_kv_cache",
-    aclnn="aclnnScatterPaKvCache",
+    aclnn=("aclnnScatterPaKvCache",),
     cann=_cann("8.3.RC1", "9.0.0"),
     train="2026-04",
     train_why="cache_mode came with 26.0.0; before, the wrapper wrote fractal NZ pages",
@@ -43,7 +43,7 @@ SCATTER_PA_KV_CACHE = VendorOp(
 
 SCATTER_PA_CACHE = VendorOp(
     "npu_scatter_pa_cache.value",
-    aclnn="aclnnScatterPaCache",
+    aclnn=("aclnnScatterPaCache",),
     cann={"950PR": "9.0.0", "950DT": "9.1.0"},
     train="2026-04",
     train_why="the op came with 26.0.0",
@@ -54,7 +54,7 @@ SCATTER_PA_CACHE = VendorOp(
 
 GATHER_PA_KV_CACHE = VendorOp(
     "npu_gather_pa_kv_cache",
-    aclnn="aclnnGatherPaKvCache",
+    aclnn=("aclnnGatherPaKvCache",),
     cann=_cann("9.0.0", "9.0.0"),
     train="2026-04",
     train_why="the op came with 26.0.0",
@@ -69,7 +69,7 @@ GATHER_PA_KV_CACHE = VendorOp(
 
 FUSED_INFER_ATTENTION = VendorOp(
     "npu_fused_infer_attention_score_v2",
-    aclnn="aclnnFusedInferAttentionScoreV5 (950), V4 (910B, 910_93)",
+    aclnn=("aclnnFusedInferAttentionScoreV4", "aclnnFusedInferAttentionScoreV5"),  # V5 on 950
     cann=_cann("8.3.RC1", "9.0.0"),
     source=_OPS_TRANSFORMER.format("aclnnFusedInferAttentionScoreV4 and V5"),
     limits=(
@@ -97,7 +97,7 @@ FUSED_INFER_ATTENTION = VendorOp(
 
 SPARSE_FLASH_ATTENTION = VendorOp(
     "npu_sparse_flash_attention",
-    aclnn="aclnnSparseFlashAttention",
+    aclnn=("aclnnSparseFlashAttention",),
     cann=_cann("8.5.0", "9.1.0"),
     source=_OPS_TRANSFORMER.format("sparse_flash_attention README"),
     limits=(
@@ -112,7 +112,7 @@ SPARSE_FLASH_ATTENTION = VendorOp(
 
 KV_QUANT_SPARSE_FLASH_ATTENTION = VendorOp(
     "npu_kv_quant_sparse_flash_attention",
-    aclnn="aclnnKvQuantSparseFlashAttention",
+    aclnn=("aclnnKvQuantSparseFlashAttention",),
     cann={"950PR": "9.1.0", "950DT": "9.1.0"},  # with fp8 rows; A2 and A3 read int8 ones
     source=_OPS_TRANSFORMER.format("kv_quant_sparse_flash_attention README"),
     limits=(
@@ -124,7 +124,7 @@ KV_QUANT_SPARSE_FLASH_ATTENTION = VendorOp(
 
 LIGHTNING_INDEXER = VendorOp(
     "npu_lightning_indexer",
-    aclnn="aclnnLightningIndexer",
+    aclnn=("aclnnLightningIndexer",),
     cann=_cann("8.5.0", "9.1.0"),
     source=_OPS_TRANSFORMER.format("lightning_indexer README"),
     limits=(
@@ -142,7 +142,7 @@ LIGHTNING_INDEXER = VendorOp(
 
 TRANSPOSE_BATCHMATMUL = VendorOp(
     "npu_transpose_batchmatmul",
-    aclnn="aclnnTransposeBatchMatMul",
+    aclnn=("aclnnTransposeBatchMatMul",),
     cann=_cann("8.2.RC1", "8.5.0"),
     source=_OPS_NN.format("aclnnTransposeBatchMatMul; op-plugin documentation"),
     limits=(
@@ -157,7 +157,7 @@ TRANSPOSE_BATCHMATMUL = VendorOp(
 
 ATTENTION_UPDATE = VendorOp(
     "npu_attention_update",
-    aclnn="aclnnAttentionUpdate",
+    aclnn=("aclnnAttentionUpdate",),
     cann={"910B": "8.3.RC1", "910_93": "8.3.RC1", "950DT": "9.1.0"},
     source="op-plugin documentation of npu_attention_update, which names 950DT and not 950PR",
     limits=(
@@ -169,7 +169,7 @@ ATTENTION_UPDATE = VendorOp(
 
 RMS_NORM = VendorOp(
     "npu_rms_norm",
-    aclnn="aclnnRmsNorm",
+    aclnn=("aclnnRmsNorm",),
     cann=_cann("", "9.0.0"),
     source=_OPS_NN.format("rms_norm README"),
     limits=(Limit("dtype", FLOATS),),
@@ -177,7 +177,7 @@ RMS_NORM = VendorOp(
 
 ROTARY_MUL = VendorOp(
     "npu_rotary_mul",
-    aclnn="aclnnRotaryPositionEmbedding",
+    aclnn=("aclnnRotaryPositionEmbeddingV2",),
     cann=_cann("", "8.5.0"),
     source=_OPS_TRANSFORMER.format("rotary_position_embedding README"),
     limits=(Limit("rotary_dim", Steps(2, 894)),),

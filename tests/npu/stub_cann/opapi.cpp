@@ -86,8 +86,10 @@ std::string json(const Handle& handle) {
       }
       return "{\"scalar\":\"" + hex + "\",\"dtype\":" + std::to_string(handle.dtype) + "}";
     }
-    case Kind::kIntegers: return "{\"integers\":" + list(handle.integers) + "}";
-    case Kind::kFloats: return "{\"floats\":" + list(handle.floats) + "}";
+    case Kind::kIntegers:
+      return "{\"integers\":" + list(handle.integers) + "}";
+    case Kind::kFloats:
+      return "{\"floats\":" + list(handle.floats) + "}";
     case Kind::kTensors: {
       std::string text = "{\"tensors\":[";
       for (size_t i = 0; i < handle.items.size(); ++i) {
@@ -96,7 +98,8 @@ std::string json(const Handle& handle) {
       }
       return text + "]}";
     }
-    case Kind::kOther: break;
+    case Kind::kOther:
+      break;
   }
   return "null";
 }
@@ -115,7 +118,9 @@ std::string text_or_number(uint64_t word) {
     size_t readable = kMaxText;
     while (readable && !read_memory(word, text, readable)) readable -= 8;
     size_t length = 0;
-    while (length < readable && text[length] >= ' ' && text[length] <= '~' && text[length] != '"' && text[length] != '\\') ++length;
+    while (length < readable && text[length] >= ' ' && text[length] <= '~' && text[length] != '"' &&
+           text[length] != '\\')
+      ++length;
     if (length && length < kMaxText && text[length] == 0) return "\"" + std::string(text, length) + "\"";
   }
   return std::to_string(static_cast<int64_t>(word));
@@ -155,8 +160,8 @@ bool is_end(const std::vector<uint64_t>& words, const Stack& stack) {
 
 extern "C" {
 
-EXPORT void* aclCreateTensor(const int64_t* shape, uint64_t rank, int dtype, const int64_t* strides, int64_t offset, int format,
-                             const int64_t*, uint64_t, void* data) {
+EXPORT void* aclCreateTensor(const int64_t* shape, uint64_t rank, int dtype, const int64_t* strides, int64_t offset,
+                             int format, const int64_t*, uint64_t, void* data) {
   auto* handle = new Handle{Kind::kTensor, dtype, format, offset, data};
   handle->shape.assign(shape, shape + rank);
   if (strides) handle->strides.assign(strides, strides + rank);
@@ -206,7 +211,8 @@ EXPORT int aclGetViewShape(const void* tensor, int64_t** shape, uint64_t* rank) 
 EXPORT void ascend_stub_set_hooks(Hook check, Hook launch) { check_hook = check, launch_hook = launch; }
 
 // From the trampoline of aclnn<Op>GetWorkspaceSize: six integer and eight float registers, then the stack.
-EXPORT int ascend_stub_record(const char* name, const uint64_t* registers, const double* floats, const uint64_t* stack_words) {
+EXPORT int ascend_stub_record(const char* name, const uint64_t* registers, const double* floats,
+                              const uint64_t* stack_words) {
   if (!check_hook) return kNoHook;
   const Stack stack;
   std::string arguments = "{\"arguments\":[";
@@ -227,7 +233,8 @@ EXPORT int ascend_stub_record(const char* name, const uint64_t* registers, const
   arguments += "],\"floats\":[";
   for (int i = 0; i < 8; ++i) {
     char number[40] = "null";
-    if (std::isfinite(floats[i]) && std::fabs(floats[i]) < 1e300) std::snprintf(number, sizeof number, "%.17g", floats[i]);
+    if (std::isfinite(floats[i]) && std::fabs(floats[i]) < 1e300)
+      std::snprintf(number, sizeof number, "%.17g", floats[i]);
     arguments += (i ? "," : "") + std::string(number);
   }
   pending = arguments + "]}";

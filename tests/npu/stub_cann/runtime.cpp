@@ -113,17 +113,25 @@ aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version
   std::strcpy(version->version, cann());
   return ACL_SUCCESS;
 }
-aclError aclrtGetDeviceCount(uint32_t* count) { return answer<uint32_t>(count, std::atoi(setting("ASCEND_STUB_DEVICES", "1"))); }
+aclError aclrtGetDeviceCount(uint32_t* count) {
+  return answer<uint32_t>(count, std::atoi(setting("ASCEND_STUB_DEVICES", "1")));
+}
 aclError aclrtSetDevice(int32_t device) { return current_device = device, ACL_SUCCESS; }
 aclError aclrtGetDevice(int32_t* device) { return answer(device, current_device); }
 aclError aclrtResetDevice(int32_t) { return ACL_SUCCESS; }
 aclError aclrtGetCurrentContext(aclrtContext* context) { return answer<void*>(context, &the_context); }
 aclError aclrtSetCurrentContext(aclrtContext) { return ACL_SUCCESS; }
-aclError aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* active) { return answer<uint32_t>(flags, 0), answer(active, 1); }
+aclError aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* active) {
+  return answer<uint32_t>(flags, 0), answer(active, 1);
+}
 aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo, int64_t* value) { return answer<int64_t>(value, kCores); }
 aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr, int64_t* value) { return answer<int64_t>(value, kCores); }
-aclError aclrtGetDeviceResLimit(int32_t, aclrtDevResLimitType, uint32_t* value) { return answer<uint32_t>(value, kCores); }
-aclError aclrtGetStreamResLimit(aclrtStream, aclrtDevResLimitType, uint32_t* value) { return answer<uint32_t>(value, kCores); }
+aclError aclrtGetDeviceResLimit(int32_t, aclrtDevResLimitType, uint32_t* value) {
+  return answer<uint32_t>(value, kCores);
+}
+aclError aclrtGetStreamResLimit(aclrtStream, aclrtDevResLimitType, uint32_t* value) {
+  return answer<uint32_t>(value, kCores);
+}
 aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) { return answer(can, 0); }
 
 // Options: taken and forgotten
@@ -135,7 +143,9 @@ aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t* value) { return answer<int
 aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
 aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
 size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof "disable"; }
-aclError aclGetCompileopt(aclCompileOpt, char* value, size_t size) { return std::snprintf(value, size, "disable"), ACL_SUCCESS; }
+aclError aclGetCompileopt(aclCompileOpt, char* value, size_t size) {
+  return std::snprintf(value, size, "disable"), ACL_SUCCESS;
+}
 
 // Memory
 aclError aclrtMalloc(void** pointer, size_t bytes, aclrtMemMallocPolicy) { return allocate(pointer, bytes); }
@@ -150,10 +160,13 @@ aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free_bytes, size_t* total_bytes) 
 aclError aclrtMemcpy(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind) {
   return copy(target, capacity, source, bytes);
 }
-aclError aclrtMemcpyAsync(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind, aclrtStream) {
+aclError aclrtMemcpyAsync(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind,
+                          aclrtStream) {
   return copy(target, capacity, source, bytes);
 }
-aclError aclrtMemset(void* target, size_t capacity, int32_t value, size_t bytes) { return fill(target, capacity, value, bytes); }
+aclError aclrtMemset(void* target, size_t capacity, int32_t value, size_t bytes) {
+  return fill(target, capacity, value, bytes);
+}
 aclError aclrtMemsetAsync(void* target, size_t capacity, int32_t value, size_t bytes, aclrtStream) {
   return fill(target, capacity, value, bytes);
 }
@@ -162,7 +175,9 @@ aclError aclrtMemsetAsync(void* target, size_t capacity, int32_t value, size_t b
 aclError aclrtCreateStream(aclrtStream* stream) { return make_stream(stream); }
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) { return make_stream(stream); }
 aclError aclrtDestroyStream(aclrtStream stream) { return delete static_cast<Stream*>(stream), ACL_SUCCESS; }
-aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) { return answer(id, stream ? static_cast<Stream*>(stream)->id : 0); }
+aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
+  return answer(id, stream ? static_cast<Stream*>(stream)->id : 0);
+}
 aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus* status) { return answer(status, ACL_STREAM_STATUS_COMPLETE); }
 aclError aclrtSynchronizeStream(aclrtStream) { return ACL_SUCCESS; }
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) { return ACL_SUCCESS; }
