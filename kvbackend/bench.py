@@ -6,19 +6,19 @@ production sample on every backend that takes it. `bench_formats` measures what 
 
 from __future__ import annotations
 
-import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
+from itertools import cycle
 from typing import Any
 
 import torch
 
 from . import backends
+from .cache.crossover import device_name
 from .dispatch import use
 from .matrix import copy_arguments
 from .native import kernel, library, missing
@@ -70,6 +70,12 @@ def interleaved(candidates: Mapping[str, Callable[[], Any]], rounds: int = ROUND
                 function()
             times[name].append((time.perf_counter() - start) / count * 1e6)
     return times
+
+
+def in_turn(name: str, calls: Sequence[dict[str, Any]]) -> Callable[[], Any]:
+    """An op, resolved; each call takes the next arguments."""
+    turn, resolved = cycle(calls), registry[name].resolve(**calls[0])
+    return lambda: resolved(**next(turn))
 
 
 def limits() -> dict[str, float]:
@@ -131,15 +137,8 @@ def op_times(names: Iterable[str], device: str = "cpu", dtype: torch.dtype = tor
 
 
 def machine() -> str:
-    """The CPU's name and the number of threads that torch uses."""
-    names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads, {library('cpu').isa or 'no'} kernels"
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+    """The CPU's name, the number of threads that torch uses, and the kernels' instruction set."""
+    return f"{device_name(torch.device('cpu'))}, {library('cpu').isa or 'no'} kernels"
 
 
 def result_of(

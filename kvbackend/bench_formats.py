@@ -11,14 +11,13 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import formats
-from .bench import ROUNDS, Result, interleaved, result_of
+from .bench import ROUNDS, Result, in_turn, interleaved, result_of
 from .codecs import split
 from .dispatch import use
 from .native import missing
@@ -62,7 +61,7 @@ def format_times(names: Iterable[str], rounds: int = ROUNDS) -> list[Result]:
         for case in CASES[name](Maker(torch.device("cpu"), torch.bfloat16)):
             with use("cpu", ops=name), torch.no_grad():
                 copy: Callable[[], Any] = partial(target.copy_, source)
-                times = interleaved({"op": _in_turn(name, case.calls), "copy": copy}, rounds)
+                times = interleaved({"op": in_turn(name, case.calls), "copy": copy}, rounds)
             result = result_of(name, case.case, torch.bfloat16, "cpu", times["op"])
             result.kv_format, result.limit = case.kv_format, "copy_gbs"
             result.gbs = case.moved_bytes / result.median_us / 1e3
@@ -72,11 +71,6 @@ def format_times(names: Iterable[str], rounds: int = ROUNDS) -> list[Result]:
             )
             results.append(result)
     return results
-
-
-def _in_turn(name: str, calls: list[dict[str, Any]]) -> Callable[[], Any]:
-    turn, resolved = cycle(calls), registry[name].resolve(**calls[0])
-    return lambda: resolved(**next(turn))
 
 
 def _quantized_formats() -> Iterator[tuple[str, str]]:

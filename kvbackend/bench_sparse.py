@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bench import ROUNDS, Result, interleaved, result_of
+from .bench import ROUNDS, Result, in_turn, interleaved, result_of
 from .dispatch import use
 from .native import missing
 from .ops import registry
@@ -55,12 +55,6 @@ def sparse_times(names: Iterable[str], rounds: int = ROUNDS) -> list[Result]:
             result.peers.append({"name": case.peer, "median_us": round(median, 3), "ratio": round(ratio, 3)})
             results.append(result)
     return results
-
-
-def in_turn(name: str, calls: list[dict[str, Any]]) -> Callable[[], Any]:
-    """The op, resolved; each call takes the next arguments."""
-    turn, resolved = cycle(calls), registry[name].resolve(**calls[0])
-    return lambda: resolved(**next(turn))
 
 
 def _topk(make: Maker) -> Iterator[Case]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvbackend
 from kvbackend.cli import COMMANDS, main
 
 
@@ -106,3 +108,19 @@ def test_a_full_disk_is_said(arguments: list[str]) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == "kvbackend ops: the output cannot be written (No space left on device): make room\n"
+
+
+def test_bench_keeps_where_sparse_attention_pays(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = "--shape", "4/2/16", "--topk", "8", "--contexts", "100/200", "--dtype", "float32"
+    with kvbackend.use("reference"):
+        found = document(capsys, "bench", "--crossover", *options)["crossover"]
+        assert main(["bench", "--crossover", *options]) == 0
+    assert "measured on" in capsys.readouterr().out
+    assert [row["context"] for row in found["rows"]] == [100, 200]
+    assert (found["case"]["heads"], found["case"]["topk"], found["case"]["dtype"]) == (4, 8, "float32")
+    assert [file.name for file in (tmp_path / "kvbackend").iterdir()] == ["crossover.json"]
+    assert run("bench", "--crossover", "--shape", "4/2") == 2
+    assert "--shape is '4/2'; it must be 3 numbers" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import statistics
 import tempfile
 import time
@@ -76,12 +77,12 @@ class Row:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the chip."""
+    """The name of the chip; of a CPU, with the number of threads that torch uses."""
     if device.type == "cpu":
         info = Path("/proc/cpuinfo")
         lines = info.read_text().splitlines() if info.exists() else []
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        return f"{names[0] if names else 'cpu'}, {torch.get_num_threads()} threads"
+        return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     return str(torch.get_device_module(device).get_device_name(device))
 
 

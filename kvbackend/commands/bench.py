@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
+from ..errors import ArgumentError
 from ._output import print_json, print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("ops", metavar="OP", nargs="*", help="ops to time (default: all)")
+    parser.add_argument(
+        "--crossover",
+        action="store_true",
+        help="measure from which context on sparse attention is faster than dense here, and keep it for run and "
+        "SparseAttention(dense_below='auto')",
+    )
+    sparse = parser.add_argument_group("what --crossover measures")
+    sparse.add_argument(
+        "--shape", default="32/8/128", metavar="HEADS/KV_HEADS/HEAD_DIM", help="of a layer; default: 32/8/128"
+    )
+    sparse.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of the cache")
+    sparse.add_argument("--kv-format", default="auto", metavar="F", help="of the cache; default: auto, as --dtype says")
+    sparse.add_argument("--topk", type=int, default=256, metavar="K", help="default: 256")
+    sparse.add_argument("--reselect", type=int, default=1, metavar="N", help="steps that one choice serves; default: 1")
+    sparse.add_argument(
+        "--contexts", default="1024/2048/4096/8192/16384/32768", metavar="N/N...", help="default: 1024 to 32768"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print."""
+    if args.crossover:
+        return crossover(args)
     import torch
 
     from .. import bench, bench_formats, bench_sparse
@@ -63,3 +84,38 @@ def main(args: argparse.Namespace) -> int:
         f"rows with GB/s"
     )
     return 0
+
+
+def crossover(args: argparse.Namespace) -> int:
+    """Measure dense against sparse decode steps, keep and print it."""
+    import torch
+
+    from ..cache import GqaLayer, Sparsity, crossover
+
+    heads, kv_heads, head_dim = _numbers("--shape", args.shape, 3)
+    sparsity = Sparsity(args.topk, reselect=args.reselect)
+    layer, dtype = GqaLayer(kv_heads, head_dim), getattr(torch, args.dtype)
+    contexts = _numbers("--contexts", args.contexts)
+    case, rows = crossover.measure(layer, heads, sparsity, dtype, args.kv_format, contexts)
+    crossover.save(case, rows)
+    tokens = crossover.crossover(rows)
+    if args.json:
+        found = {"case": asdict(case), "rows": [asdict(row) for row in rows]}
+        print_json("bench", {"machine": case.device, "crossover": found | {"tokens": tokens}})
+        return 0
+    shown = [
+        (row.context, f"{row.dense_us:.0f}", f"{row.sparse_us:.0f}", f"{row.sparse_us / row.dense_us:.2f}",
+         f"{row.choosing:.0%}")
+        for row in rows
+    ]  # fmt: skip
+    print_table(("context", "dense us", "sparse us", "ratio", "choosing"), shown)
+    print(crossover.dense_below(case)[1])
+    return 0
+
+
+def _numbers(name: str, text: str, wanted: int | None = None) -> list[int]:
+    parts = text.split("/")
+    if not all(part.isdigit() and int(part) for part in parts) or wanted not in (None, len(parts)):
+        count = f"{wanted} numbers" if wanted else "numbers"
+        raise ArgumentError(f"{name} is {text!r}; it must be {count} of 1 or more with slashes between: write 32/8/128")
+    return [int(part) for part in parts]
