@@ -16,8 +16,8 @@ def apply_rope(
     Each channel is loaded with its partner, so the pairs need not lie side by side. Program: a tile of rows (of one
     token and head each).
     """
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, head, exists = r // num_heads, r % num_heads, r < num_rows
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head, exists = (r // num_heads).to(tl.int64), (r % num_heads).to(tl.int64), r < num_rows
     position = tl.load(positions + token * position_stride, mask=exists, other=-1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     at = d - first  # channel within the rotated part
@@ -39,6 +39,6 @@ def apply_rope(
     if INVERSE:
         sin = -sin
     turned = own.to(tl.float32) * cos + other * tl.where(second[None, :], sin, -sin)
-    store = out + r[:, None] * dim + d[None, :]
+    store = out + r.to(tl.int64)[:, None] * dim + d[None, :]
     tl.store(store, own, mask=inside & (turns == 0))
     tl.store(store, cast(turned, out.dtype.element_ty), mask=turns)

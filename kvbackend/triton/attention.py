@@ -177,17 +177,20 @@ def attention(
 @triton.jit
 def merge_splits(
     part_out, part_lse, sinks, out, lse, seq_lens, cu_seqlens_q, num_splits, num_heads, value_dim, decode_queries,
-    MAX_SPLITS: tl.constexpr, MIN_TOKENS: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, MIN_TOKENS: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of sequences with few queries. Program: (sequence and query, head, tile of the value)."""
-    sequence, query = tl.program_id(0) // decode_queries, tl.program_id(0) % decode_queries
+    """Join the parts of sequences with few queries. Program: (sequence, tile of the value of a head, query)."""
+    sequence, query = tl.program_id(0), tl.program_id(2)
+    tiles = tl.cdiv(value_dim, BLOCK_V)
     start = tl.load(cu_seqlens_q + sequence)
     num_queries = tl.load(cu_seqlens_q + sequence + 1) - start
     if (query < num_queries) & (num_queries <= decode_queries):
         length = tl.load(seq_lens + sequence)
-        used = tl.cdiv(length, split_tokens(length, MAX_SPLITS, MIN_TOKENS))
-        head, s = tl.program_id(1), tl.arange(0, SPLITS)
+        used = num_splits
+        if not WHOLE:
+            used = tl.cdiv(length, split_tokens(length, MAX_SPLITS, MIN_TOKENS))
+        head, s = tl.program_id(1) // tiles, tl.arange(0, SPLITS)
         part = ((sequence.to(tl.int64) * num_splits + s) * decode_queries + query) * num_heads + head
         lses = tl.load(part_lse + part, mask=s < used, other=float("-inf"))
         largest = tl.max(lses, axis=0)
@@ -195,7 +198,7 @@ def merge_splits(
         weights = tl.exp(lses - base)
         total = tl.sum(weights, axis=0)
         some = tl.where(total == 0.0, 1.0, total)
-        c = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+        c = tl.program_id(1) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
         full = (s < used) & (lses != float("-inf"))
         parts = tl.load(
             part_out + part[:, None] * value_dim + c[None, :], mask=full[:, None] & (c < value_dim)[None, :], other=0.0
@@ -208,4 +211,4 @@ def merge_splits(
         at = (start + query).to(tl.int64) * num_heads + head
         tl.store(out + at * value_dim + c, cast(result, out.dtype.element_ty), mask=c < value_dim)
         if LSE:
-            tl.store(lse + at, merged, mask=tl.program_id(2) == 0)
+            tl.store(lse + at, merged, mask=tl.program_id(1) % tiles == 0)

@@ -28,32 +28,29 @@ def truncate(x):
 # ---------------------------------------------------------------------------------------------------------- decode
 
 
+# The bits of exponent and mantissa stand where float32 has them, and a power of two makes up for the exponents' biases;
+# so a subnormal code is a subnormal float32 before that product, which must not be flushed to 0.
+
+
 @triton.jit
 def e4m3_value(code):
     """int32 byte -> float32."""
-    normal = (((code & 127) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where((code & 120) == 0, (code & 7).to(tl.float32) * 0.001953125, normal)
-    value = tl.where((code & 127) == 127, float("nan"), value)
-    return tl.where((code & 128) != 0, -value, value)
+    value = (((code & 127) << 20) | ((code & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where((code & 127) == 127, float("nan"), value)
 
 
 @triton.jit
 def e5m2_value(code):
     """int32 byte -> float32; all exponent bits set are inf and NaN."""
-    normal = (((code & 127) << 21) + (112 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where((code & 124) == 0, (code & 3).to(tl.float32) * 0.0000152587890625, normal)
-    value = tl.where((code & 127) == 124, float("inf"), value)
-    value = tl.where((code & 127) > 124, float("nan"), value)
-    return tl.where((code & 128) != 0, -value, value)
+    bits = ((code & 127) << 21) | ((code & 128) << 24)
+    value = bits.to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2^112
+    return tl.where((code & 124) == 124, (bits | 0x7F800000).to(tl.float32, bitcast=True), value)
 
 
 @triton.jit
 def e2m1_value(code):
     """int32 nibble -> float32."""
-    low = code & 7
-    normal = ((((low >> 1) + 126) << 23) | ((low & 1) << 22)).to(tl.float32, bitcast=True)
-    value = tl.where(low < 2, low.to(tl.float32) * 0.5, normal)
-    return tl.where(code >= 8, -value, value)
+    return (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
 @triton.jit
@@ -154,9 +151,11 @@ def make_scale(amax, LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.conste
     """The scale, as it is stored, of numbers whose largest magnitude is amax."""
     if RULE == "pow2_ceil":
         bits = tl.div_rn(tl.maximum(amax, FLOOR), LARGEST).to(tl.int32, bitcast=True)
-        return tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 254)
-    if RULE == "ocp_floor":
-        return tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - EMAX, 0)
-    if RULE == "e4m3":
-        return e4m3_code(tl.maximum(tl.div_rn(amax, LARGEST), FLOOR))
-    return tl.maximum(tl.div_rn(amax, LARGEST), FLOOR)  # amax
+        scale = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 254)
+    elif RULE == "ocp_floor":
+        scale = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - EMAX, 0)
+    elif RULE == "e4m3":
+        scale = e4m3_code(tl.maximum(tl.div_rn(amax, LARGEST), FLOOR))
+    else:  # amax
+        scale = tl.maximum(tl.div_rn(amax, LARGEST), FLOOR)
+    return scale

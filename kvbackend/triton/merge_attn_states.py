@@ -15,8 +15,8 @@ def merge_attn_states(
 
     Two passes over the parts: the largest lse, then the weighted sum in their order.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, head, exists = row // num_heads, row % num_heads, row < num_rows
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head, exists = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64), row < num_rows
     lse_at = lses + token * lse_t + head * lse_h
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     for n in range(num_parts):
@@ -41,7 +41,7 @@ def merge_attn_states(
     if HAS_SINKS:
         sums = with_sinks(sums, merged, tl.load(sinks + head, mask=exists, other=0.0))
     inside = exists[:, None] & (d < dim)[None, :]
-    tl.store(out + row[:, None] * dim + d[None, :], cast(sums, out.dtype.element_ty), mask=inside)
+    tl.store(out + row.to(tl.int64)[:, None] * dim + d[None, :], cast(sums, out.dtype.element_ty), mask=inside)
     tl.store(lse + row, merged, mask=exists)
 
 

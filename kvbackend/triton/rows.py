@@ -26,8 +26,8 @@ def write_rows(
     num_heads, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """cache[slot] = row, bit for bit; both are integers of their size. Program: a tile of rows."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, head = r // num_heads, r % num_heads
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = (r // num_heads).to(tl.int64), (r % num_heads).to(tl.int64)
     slot, used = slots_of(token, r < num_rows, slots, slot_stride, True)
     source = rows + token * row_t + head * row_h
     target = cache + (slot // block_size) * cache_b + (slot % block_size) * cache_s + head * cache_h
@@ -82,9 +82,9 @@ def write_encoded_rows(
     GIVEN   "": a scale for each group is made by RULE and stored; "row" and "channel": scales are read, one for the row
             or one for each channel
     """
-    index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    row, group = index // groups, (index % groups).to(tl.int32)
-    token, head = row // num_heads, row % num_heads
+    index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    row, group = index // groups, index % groups
+    token, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
     slot, used = slots_of(token, index < num_groups, slots, slot_stride, HAS_SLOTS)
     d = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = used[:, None] & (d < dim)
@@ -150,8 +150,8 @@ def read_rows(
     HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out [num_rows, dim], dense, = the rows of slots, decoded; zeros where the slot is -1. Program: a tile of rows."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, head = r // num_heads, r % num_heads
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = (r // num_heads).to(tl.int64), (r % num_heads).to(tl.int64)
     slot, used = slots_of(token, r < num_rows, slots, slot_stride, HAS_SLOTS)
     slot = tl.where(used, slot, 0)
     block, offset = slot // block_size, slot % block_size
@@ -165,4 +165,4 @@ def read_rows(
         x = cast(x.to(tl.float32), out.dtype.element_ty)
     d = tl.arange(0, BLOCK_D)
     inside = (r < num_rows)[:, None] & (d < dim)[None, :]
-    tl.store(out + r[:, None] * dim + d[None, :], x, mask=inside)
+    tl.store(out + r.to(tl.int64)[:, None] * dim + d[None, :], x, mask=inside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,20 +11,13 @@ import torch
 from kvbackend import formats
 from kvbackend.codecs import split
 
+from . import quantized
+
 Call = tuple[str, str, dict[str, Any]]  # op, case, arguments
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _batch(num_seqs: int, queries: int, length: int, block_size: int) -> dict[str, Any]:
-    return dict(
-        block_table=_meta(num_seqs, length // block_size, dtype=torch.int32),
-        seq_lens=_meta(num_seqs, dtype=torch.int32),
-        cu_seqlens_q=_meta(num_seqs + 1, dtype=torch.int32),
-        max_seqlen_q=queries,
-    )
 
 
 def _side(kv_format: str, shape: tuple[int, ...], role: str) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -41,42 +35,139 @@ def _side(kv_format: str, shape: tuple[int, ...], role: str) -> tuple[torch.Tens
     return cache, scales
 
 
-def paged(
-    queries: int, kv_format: str = "bf16", group: int = 4, dim: int = 128, block_size: int = 16, **other: Any
-) -> dict[str, Any]:
-    """8 sequences of 4096 tokens over 8 kv heads."""
-    shape = 8 * 4096 // block_size, block_size, 8, dim
-    key_cache, k = _side(kv_format, shape, "key")
-    value_cache, v = _side(kv_format, shape, "value")
-    scales = {f"k_{name}": scale for name, scale in k.items()} | {f"v_{name}": scale for name, scale in v.items()}
-    return dict(
-        q=_meta(8 * queries, 8 * group, dim), key_cache=key_cache, value_cache=value_cache,
-        **_batch(8, queries, 4096, block_size), **scales, softmax_scale=dim**-0.5, kv_format=kv_format, **other,
-    )  # fmt: skip
+def _records_of(holds: str, left_out: str) -> list[str]:
+    return [name for name in formats.record_names() if formats.record(name).holds == holds and name != left_out]
 
 
-def mla(queries: int, heads: int = 128) -> dict[str, Any]:
-    """DeepSeek-V3: 8 sequences of 4096 tokens, latent and rotary part in one pool."""
-    pages = _meta(512, 64, 576)
-    return dict(
-        q_nope=_meta(8 * queries, heads, 512), q_pe=_meta(8 * queries, heads, 64), ckv_cache=pages[..., :512],
-        kpe_cache=pages[..., 512:], **_batch(8, queries, 4096, 64), softmax_scale=0.1,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of the calls. Each sequence fills its blocks, and the blocks of all fill the pool."""
+
+    num_seqs: int = 8
+    length: int = 4096
+    prefill: int = 512  # queries of a sequence
+    index_length: int = 32768
+    topk: int = 2048
+    tokens: int = 256  # that are written or rotated
+    mla_heads: int = 128
+
+    def batch(self, queries: int, length: int, block_size: int) -> dict[str, Any]:
+        return dict(
+            block_table=_meta(self.num_seqs, length // block_size, dtype=torch.int32),
+            seq_lens=_meta(self.num_seqs, dtype=torch.int32),
+            cu_seqlens_q=_meta(self.num_seqs + 1, dtype=torch.int32),
+            max_seqlen_q=queries,
+        )
+
+    def paged(
+        self, queries: int, kv_format: str = "bf16", group: int = 4, dim: int = 128, block_size: int = 16, **other: Any
+    ) -> dict[str, Any]:
+        """8 kv heads."""
+        shape = self.num_seqs * self.length // block_size, block_size, 8, dim
+        key_format, value_format = formats.pair(kv_format)
+        key_cache, k = _side(key_format, shape, "key")
+        value_cache, v = _side(value_format, shape, "value")
+        scales = {f"k_{name}": scale for name, scale in k.items()} | {f"v_{name}": scale for name, scale in v.items()}
+        return dict(
+            q=_meta(self.num_seqs * queries, 8 * group, dim), key_cache=key_cache, value_cache=value_cache,
+            **self.batch(queries, self.length, block_size), **scales, softmax_scale=dim**-0.5, kv_format=kv_format,
+            **other,
+        )  # fmt: skip
+
+    def mla(self, queries: int, heads: int | None = None, kv_format: str = "auto") -> dict[str, Any]:
+        """DeepSeek-V3: latent and rotary part in one pool."""
+        shape = self.num_seqs * self.length // 64, 64
+        pages = _meta(*shape, 576)
+        caches: dict[str, Any] = dict(ckv_cache=pages[..., :512], kpe_cache=pages[..., 512:])
+        if kv_format != "auto":
+            codes, scales = _side(kv_format, (*shape, 1, 512), "key")
+            caches["ckv_cache"] = codes[:, :, 0]
+            caches |= {f"k_{name}": part if name == "scale" else part[:, :, 0] for name, part in scales.items()}
+            caches["kv_format"] = kv_format
+        num_tokens, heads = self.num_seqs * queries, heads or self.mla_heads
+        parts = dict(q_nope=_meta(num_tokens, heads, 512), q_pe=_meta(num_tokens, heads, 64))
+        return dict(**parts, **caches, **self.batch(queries, self.length, 64), softmax_scale=0.1)
+
+    def sparse_mla(self, queries: int, kv_format: str = "auto") -> dict[str, Any]:
+        """DeepSeek-V3.2: chosen tokens of each query."""
+        call = self.mla(queries)
+        if kv_format != "auto":
+            page_bytes = formats.record(kv_format).page_bytes(64)
+            pages = _meta(self.num_seqs * self.length // 64, page_bytes, dtype=torch.uint8)
+            call |= dict(ckv_cache=pages, kpe_cache=None, kv_format=kv_format)
+        return call | dict(topk_indices=_meta(self.num_seqs * queries, self.topk, dtype=torch.int32))
+
+    def index(self, queries: int, kv_format: str = "auto") -> dict[str, Any]:
+        """DeepSeek-V3.2's indexer."""
+        blocks = self.num_seqs * self.index_length // 64
+        pages = _meta(blocks, 64, 128)
+        if kv_format != "auto":
+            pages = _meta(blocks, formats.record(kv_format).page_bytes(64), dtype=torch.uint8)
+        return dict(
+            q=_meta(self.num_seqs * queries, 64, 128), weights=_meta(self.num_seqs * queries, 64, dtype=torch.float32),
+            key_cache=pages, **self.batch(queries, self.index_length, 64), kv_format=kv_format,
+        )  # fmt: skip
+
+    def writing(self, kv_format: str = "bf16") -> dict[str, Any]:
+        """New tokens of 8 kv heads."""
+        call = self.paged(1, kv_format)
+        caches = {name: call[name] for name in call if "cache" in name or name in ("k_scale", "v_scale", "kv_format")}
+        rows = dict(key=_meta(self.tokens, 8, 128), value=_meta(self.tokens, 8, 128))
+        return dict(**rows, **caches, slot_mapping=_meta(self.tokens, dtype=torch.int64))
+
+    def gathering(self, kv_format: str = "bf16") -> dict[str, Any]:
+        """All tokens of a key cache, as bfloat16."""
+        num_tokens = self.num_seqs * self.length
+        cache, scales = _side(kv_format, (num_tokens // 16, 16, 8, 128), "key")
+        return dict(
+            cache=cache, **scales, kv_format=kv_format, num_tokens=num_tokens, out_format="bf16",
+            block_table=_meta(self.num_seqs, self.length // 16, dtype=torch.int32),
+            cu_seqlens=_meta(self.num_seqs + 1, dtype=torch.int32),
+        )  # fmt: skip
+
+    def calls(self) -> Iterator[Call]:
+        """Every hot call."""
+        sinks = dict(dim=64, group=8, window=128, sinks=_meta(64))
+        yield "paged_attention", "decode, 32/8 heads of 128", self.paged(1)
+        yield "paged_attention", "prefill, 32/8 heads of 128", self.paged(self.prefill)
+        yield "paged_attention", "decode, window and sinks, heads of 64", self.paged(1, **sinks)
+        yield "paged_attention", "decode, heads of 256, softcap", self.paged(1, group=2, dim=256, softcap=50.0)
+        for kv_format in ("fp8_e4m3", "int8", "mxfp8", "nvfp4", "int4"):
+            yield "paged_attention", f"decode, {kv_format}", self.paged(1, kv_format, block_size=32)
+        yield "mla_attention", "decode, 128 heads", self.mla(1)
+        yield "mla_attention", "decode, 16 heads", self.mla(1, 16)
+        yield "mla_attention", "prefill, 16 heads", self.mla(self.prefill // 2, 16)
+        yield "sparse_mla_attention", "decode, 128 heads", self.sparse_mla(1)
+        yield "sparse_mla_attention", "prefill, 128 heads", self.sparse_mla(self.prefill // 2)
+        yield "indexer_logits", "decode, 64 heads", self.index(1)
+        yield "indexer_logits", "decode, index_fp8_132", self.index(1, "index_fp8_132")
+        scores = _meta(self.num_seqs, self.index_length, dtype=torch.float32)
+        yield "topk_indices", "the best scores", dict(scores=scores, k=self.topk)
+        yield "reshape_and_cache", "bf16", self.writing()
+        yield "reshape_and_cache", "fp8_e4m3:token_head", self.writing("fp8_e4m3:token_head")
+        yield "reshape_and_cache", "nvfp4", self.writing("nvfp4")
+        yield "gather_cache", "bf16", self.gathering()
+        yield "gather_cache", "fp8_e4m3", self.gathering("fp8_e4m3")
+        cache = _meta(self.num_seqs * self.length // 16, 16, 8, 128)
+        yield "copy_blocks", "2 blocks", dict(cache=cache, block_mapping=_meta(2, 2, dtype=torch.int64))
+        rope = dict(x=_meta(self.tokens, 32, 128), positions=_meta(self.tokens, dtype=torch.int64))
+        yield "apply_rope", "32 heads", dict(**rope, cos_sin=_meta(8192, 128, dtype=torch.float32))
+        parts = dict(outs=_meta(4, self.tokens, 32, 128), lses=_meta(4, self.tokens, 32, dtype=torch.float32))
+        yield "merge_attn_states", "4 parts", parts
+
+    def every_format(self) -> Iterator[Call]:
+        """Calls in each format that `calls` may not have."""
+        for kv_format in quantized.PAGED:
+            yield "paged_attention", f"decode in {kv_format}", self.paged(1, kv_format, block_size=32)
+            if kv_format != "int4":
+                yield "reshape_and_cache", f"in {kv_format}", self.writing(kv_format)
+        for kv_format in quantized.LATENT:
+            yield "mla_attention", f"decode in {kv_format}", self.mla(1, None, kv_format)
+        for record in _records_of("mla", "v32_nvfp4_352"):
+            yield "sparse_mla_attention", f"decode in {record}", self.sparse_mla(1, record)
+        for record in _records_of("index_key", ""):
+            yield "indexer_logits", f"decode in {record}", self.index(1, record)
 
 
-def calls() -> Iterator[Call]:
-    """Every hot call."""
-    yield "paged_attention", "decode, 32/8 heads of 128", paged(1)
-    yield "paged_attention", "prefill, 32/8 heads of 128", paged(512)
-    yield (
-        "paged_attention",
-        "decode, window and sinks, heads of 64",
-        paged(1, dim=64, group=8, window=128, sinks=_meta(64)),
-    )
-    yield "paged_attention", "decode, heads of 256, softcap", paged(1, group=2, dim=256, softcap=50.0)
-    yield "paged_attention", "prefill, heads of 256, softcap", paged(512, group=2, dim=256, softcap=50.0)
-    for kv_format in ("fp8_e4m3", "int8", "mxfp8", "nvfp4", "int4"):
-        yield "paged_attention", f"decode, {kv_format}", paged(1, kv_format, block_size=32)
-    yield "mla_attention", "decode, 128 heads", mla(1)
-    yield "mla_attention", "decode, 16 heads", mla(1, 16)
-    yield "mla_attention", "prefill, 16 heads", mla(256, 16)
+FULL = Shapes()
+SMALL = Shapes(num_seqs=2, length=64, prefill=8, index_length=128, topk=16, tokens=3, mla_heads=16)

@@ -45,15 +45,21 @@ def decode_tiles(group: int, dim: int, narrow: bool) -> Tiles:
     most = 16 if dim > 256 else DECODE_ROWS
     heads = min(group, most)
     block_m = min(max(launching.power_of_two(DECODE_QUERIES * heads), 16), max(most, launching.power_of_two(heads)))
-    narrow = narrow or dim > 256
-    return Tiles(heads, block_m, 32 if narrow else 64, 8 if dim > 256 else 4, 1 if narrow else 2)
+    num_warps = 8 if dim > 256 and not narrow else 4
+    return Tiles(heads, block_m, block_n(dim, narrow), num_warps, 1 if narrow or dim > 256 else 2)
 
 
 def prefill_tiles(group: int, dim: int, narrow: bool) -> Tiles:
     """For sequences of many queries."""
     block_m = 16 if dim > 256 else 32 if narrow else 64 if dim > 128 else 128
-    narrow = narrow or dim > 128
-    return Tiles(min(group, block_m), block_m, 32 if narrow else 64, 8 if block_m != 32 else 4, 1 if narrow else 2)
+    num_warps = 4 if block_m == 32 else 8
+    narrow = narrow or 128 < dim <= 256
+    return Tiles(min(group, block_m), block_m, block_n(dim, narrow), num_warps, 1 if narrow or dim > 256 else 2)
+
+
+def block_n(dim: int, narrow: bool) -> int:
+    """Keys at a time: what registers have room for."""
+    return (64 if dim <= 256 else 32) // (2 if narrow else 1)
 
 
 def attend(
@@ -63,7 +69,7 @@ def attend(
     bias: Tensor | None = None, q_pe: Tensor | None = None, k_pe: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [T, H, value_dim] and lse, as the ops return them. Rows of no sequence are 0 and -inf."""
-    from ...triton.attention import attention, merge_splits
+    from ...triton.attention import attention
 
     num_tokens, num_heads, dim = q.shape
     out = q.new_zeros(num_tokens, num_heads, value_dim)
@@ -110,11 +116,25 @@ def attend(
             (launching.cdiv(num_tokens, many.queries) + num_seqs, kv_heads * launching.cdiv(group, many.heads), 1),
             *args, SPLIT=False, **constants, **many.constants(),
         )  # fmt: skip
-    tile = min(launching.power_of_two(value_dim), 128)
-    launching.launch(
-        merge_splits, (num_seqs * decode_queries, num_heads, launching.cdiv(value_dim, tile)), part_out, part_lse,
-        part_lse if sinks is None else sinks.contiguous(), out, lse, seq_lens.contiguous(), cu_seqlens_q.contiguous(),
-        num_splits, num_heads, value_dim, decode_queries, MAX_SPLITS=MAX_SPLITS, MIN_TOKENS=MIN_TOKENS,
-        SPLITS=launching.power_of_two(num_splits), SINKS=sinks is not None, LSE=return_lse, BLOCK_V=tile, num_warps=4,
-    )  # fmt: skip
+    merge(part_out, part_lse, out, lse, seq_lens.contiguous(), cu_seqlens_q.contiguous(), max_seqlen_q, sinks)
     return out, lse
+
+
+def merge(
+    part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
+    max_seqlen_q: int, sinks: Tensor | None = None, whole: bool = False,
+) -> None:  # fmt: skip
+    """Join parts [sequences, splits, queries, H, D] into the rows of sequences that have no more queries than that.
+
+    whole   every split was computed; else as many as the sequence's length makes
+    """
+    from ...triton.attention import merge_splits
+
+    num_seqs, num_splits, queries, num_heads, dim = part_out.shape
+    tile = min(launching.power_of_two(dim), 128)
+    launching.launch(
+        merge_splits, (num_seqs, num_heads * launching.cdiv(dim, tile), min(queries, max_seqlen_q)), part_out, part_lse,
+        part_lse if sinks is None else sinks.contiguous(), out, lse, seq_lens, cu_seqlens_q, num_splits, num_heads, dim,
+        queries, MAX_SPLITS=MAX_SPLITS, MIN_TOKENS=MIN_TOKENS, SPLITS=launching.power_of_two(num_splits), WHOLE=whole,
+        SINKS=sinks is not None, LSE=lse.numel() > 0, BLOCK_V=tile, num_warps=4,
+    )  # fmt: skip

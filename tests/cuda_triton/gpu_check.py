@@ -1,0 +1,284 @@
+"""What ci/gpu_check.sh runs: three parts, each of which writes what it found before the next begins.
+
+contract   every op's samples on the GPU against the reference in float64
+graphs     each hot call captured, replayed on other values, compared to the bit with the call itself
+times      medians by CUDA events, GB/s and TFLOP/s, as percents of a copy and of a matmul measured here, and
+           torch's own attention on the same numbers, dense
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbackend import backends
+from kvbackend.matrix import cells, copy_arguments, difference, summarize
+from kvbackend.ops import registry
+
+from . import interpreted, shapes
+
+PEERS = ("flashinfer", "flash_mla", "flash_attn", "deep_gemm")
+SECONDS = 300  # of the 8 minutes, after which contract samples stop
+
+
+class Check:
+    """One run: where, how long, and what was found."""
+
+    def __init__(self, dry: bool) -> None:
+        self.dry = dry
+        self.device = "cpu" if dry else "cuda"
+        self.shapes = shapes.SMALL if dry else shapes.FULL
+        self.calls = list(self.shapes.calls())[:: 4 if dry else 1]
+        self.rounds = 1 if dry else 30
+        self.start = time.monotonic()
+        self.found: dict[str, Any] = {"dry": dry, "torch": torch.__version__, "triton": version("triton")}
+        self.found["importable peers"] = [name for name in PEERS if find_spec(name)]
+        if not dry:
+            self.found["device"] = torch.cuda.get_device_name()
+            self.found["capability"] = torch.cuda.get_device_capability()
+
+    def write(self, part: str, value: Any) -> None:
+        self.found[part] = value
+        Path(os.environ["OUT"], "gpu_check.json").write_text(json.dumps(self.found, indent=1, default=str))
+        print(f"{time.monotonic() - self.start:6.1f} s  {part}", flush=True)
+
+    # ------------------------------------------------------------------------------------------------- contract
+
+    def contract(self) -> bool:
+        if self.dry:
+            faults = {k: v for k, v in interpreted.verdicts("copy_blocks", False).items() if v}
+            self.write("contract", {"copy_blocks": faults})
+            return not faults
+        report, good = {}, True
+        for name in launchable():
+            if time.monotonic() - self.start > SECONDS:
+                report[name] = "not run: out of time"
+                good = False
+                continue
+            judged = list(cells([name], ["cuda_triton"], "cuda"))
+            report[name] = {
+                **summarize(judged),
+                "faults": [(cell.sample, cell.dtype, cell.reasons) for cell in judged if cell.status == "fail"][:10],
+            }
+            good = good and not report[name]["faults"]
+        self.write("contract", report)
+        return good
+
+    # --------------------------------------------------------------------------------------------------- graphs
+
+    def graphs(self) -> bool:
+        report = {}
+        for name, case, call in self.calls:
+            args = materialize(call, self.device)
+            first, second = copy_arguments(args), copy_arguments(args)
+            eager = results(name, launcher(name, first)(), first)
+            replayed = results(name, self.captured(name, second), second)
+            report[f"{name}, {case}"] = [difference(b, a) for a, b in zip(eager, replayed, strict=True)]
+        self.write("graphs", report)
+        return not any(any(apart) for apart in report.values())
+
+    def captured(self, name: str, args: dict[str, Any]) -> Any:
+        """The result of a replay; dry, of a second call."""
+        call = launcher(name, args)
+        if self.dry:
+            return call()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = call()
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if tensor is not None and tensor.is_floating_point():
+                tensor.fill_(7.0)  # what the replay must overwrite
+        graph.replay()
+        torch.cuda.synchronize()
+        return result
+
+    # ---------------------------------------------------------------------------------------------------- times
+
+    def median_us(self, call: Callable[[], Any]) -> float:
+        """Of rounds that each start with a cold L2."""
+        if self.dry:
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e6
+        flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+        taken = []
+        for _ in range(3):
+            call()
+        for _ in range(self.rounds):
+            flush.zero_()
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            call()
+            after.record()
+            after.synchronize()
+            taken.append(before.elapsed_time(after) * 1e3)
+        return median(taken)
+
+    def ceilings(self) -> tuple[float, float]:
+        """GB/s of a copy, read and written; TFLOP/s of a bfloat16 matmul."""
+        source = torch.empty(1 << (16 if self.dry else 30), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        copy = 2 * source.numel() / self.median_us(lambda: target.copy_(source)) / 1e3
+        size = 64 if self.dry else 8192
+        a = torch.randn(size, size, device=self.device).bfloat16()
+        return copy, 2 * size**3 / self.median_us(lambda: a @ a) / 1e6
+
+    def times(self) -> bool:
+        copy, matmul = self.ceilings()
+        self.write("ceilings", {"copy_gbs": copy, "matmul_tflops": matmul})
+        report = []
+        for name, case, call in self.calls:
+            args = materialize(call, self.device)
+            taken = self.median_us(launcher(name, args))
+            gbs = traffic(name, args) / taken / 1e3
+            row = {"op": name, "case": case, "median_us": taken, "gbs": gbs, "percent_of_copy": 100 * gbs / copy}
+            if operations := flops(name, args):
+                row["tflops"] = operations / taken / 1e6
+                row["percent_of_matmul"] = 100 * row["tflops"] / matmul
+            if name == "paged_attention" and args["kv_format"] == "bf16" and "window" not in args:
+                row["sdpa_us"] = self.median_us(sdpa(args))
+            report.append(row)
+            self.write("times", report)
+        return True
+
+
+def launchable() -> list[str]:
+    return [name for name in registry if backends.registered()["cuda_triton"].adapter(name)]
+
+
+def launcher(name: str, args: dict[str, Any]) -> Callable[[], Any]:
+    adapter = backends.registered()["cuda_triton"].adapter(name)
+    assert adapter is not None
+    bound = registry[name].bind((), args)
+    return lambda: adapter.run(**bound)
+
+
+def results(name: str, result: Any, args: dict[str, Any]) -> list[Tensor]:
+    """What a call gave and wrote."""
+    given = [] if result is None else list(result) if isinstance(result, tuple) else [result]
+    written = [args[key] for key in registry[name].mutates if args.get(key) is not None]
+    return [tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor for tensor in given + written]
+
+
+def materialize(call: dict[str, Any], device: str) -> dict[str, Any]:
+    """The call with numbers: full sequences over shuffled blocks, queries at their ends, codes that are finite."""
+    generator = torch.Generator().manual_seed(3)
+    cache = next((call[key] for key in ("key_cache", "ckv_cache", "cache") if call.get(key) is not None), None)
+    made: dict[str, Any] = dict(call)
+    pools: dict[int, Tensor] = {}
+    for name, meta in call.items():
+        if not isinstance(meta, Tensor):
+            continue
+        if name == "block_table":
+            value = torch.randperm(meta.numel(), generator=generator).reshape(meta.shape)
+        elif name == "seq_lens":
+            value = torch.full(meta.shape, rows_of(call, cache) // meta.shape[0])
+        elif name in ("cu_seqlens_q", "cu_seqlens"):
+            each = call["num_tokens"] // (len(meta) - 1) if name == "cu_seqlens" else call["max_seqlen_q"]
+            value = torch.arange(len(meta)) * each
+        elif name == "slot_mapping":
+            value = torch.randperm(rows_of(call, cache), generator=generator)[: len(meta)]
+        elif name == "topk_indices":
+            longest = rows_of(call, cache) // call["seq_lens"].shape[0]
+            value = torch.stack([torch.randperm(longest, generator=generator)[: meta.shape[1]] for _ in meta])
+        elif name == "block_mapping":
+            value = torch.tensor([[0, 1], [2, 3]])
+        elif name == "positions":
+            value = torch.arange(len(meta))
+        elif meta.dtype in (torch.float32, torch.bfloat16, torch.float16) and meta._base is None:
+            value = torch.randn(meta.shape, generator=generator).abs() * 0.1 + 0.01
+        elif meta._base is not None:  # parts of one pool
+            base = meta._base
+            if id(base) not in pools:
+                pools[id(base)] = torch.randn(base.shape, generator=generator).to(base.dtype).to(device)
+            made[name] = pools[id(base)].as_strided(meta.shape, meta.stride(), meta.storage_offset())
+            continue
+        else:  # codes and scales of a byte: small and finite in every format
+            value = torch.randint(48, 64, meta.shape, generator=generator, dtype=torch.uint8).view(meta.dtype)
+        made[name] = value.to(meta.dtype).to(device)
+    return made
+
+
+def rows_of(call: dict[str, Any], cache: Tensor) -> int:
+    """Tokens that the pool holds."""
+    blocks = cache.shape[0]
+    return blocks * (64 if cache.dtype is torch.uint8 and cache.dim() == 2 else cache.shape[1])
+
+
+def traffic(name: str, args: dict[str, Any]) -> float:
+    """Bytes that must move: what is read once, and what is written."""
+    sizes = {key: value.numel() * value.element_size() for key, value in args.items() if isinstance(value, Tensor)}
+    pools = {key: size for key, size in sizes.items() if "cache" in key}
+    other = sum(sizes.values()) - sum(pools.values())
+    if name == "copy_blocks":
+        return 2 * pools["cache"] / args["cache"].shape[0] * len(args["block_mapping"])
+    if name == "reshape_and_cache":
+        share = len(args["slot_mapping"]) / rows_of(args, args["key_cache"])
+        return other + share * sum(pools.values())
+    if name == "sparse_mla_attention":
+        share = args["topk_indices"].numel() / rows_of(args, args["ckv_cache"])
+        return other + share * sum(pools.values())
+    if args.get("window", -1) > 0:
+        share = args["window"] * len(args["seq_lens"]) / rows_of(args, args["key_cache"])
+        return other + share * sum(pools.values())
+    if name == "gather_cache":
+        return other + sum(pools.values()) + 2 * args["num_tokens"] * args["cache"][0, 0].numel()
+    return other + sum(pools.values())
+
+
+def flops(name: str, args: dict[str, Any]) -> float:
+    """Multiplications and additions of the products, causal ones counted."""
+    if name == "paged_attention" and args.get("window", -1) < 0:
+        queries, length = args["max_seqlen_q"], rows_of(args, args["key_cache"]) // len(args["seq_lens"])
+        seen = len(args["seq_lens"]) * queries * (length - (queries - 1) / 2)
+        return 4 * seen * args["q"].shape[1] * args["q"].shape[2]
+    if name == "mla_attention":
+        queries, length = args["max_seqlen_q"], rows_of(args, args["ckv_cache"]) // len(args["seq_lens"])
+        seen = len(args["seq_lens"]) * queries * (length - (queries - 1) / 2)
+        return 2 * seen * args["q_nope"].shape[1] * (2 * 512 + 64)
+    if name == "sparse_mla_attention":
+        return 2 * args["topk_indices"].numel() * args["q_nope"].shape[1] * (2 * 512 + 64)
+    return 0.0
+
+
+def sdpa(args: dict[str, Any]) -> Callable[[], Any]:
+    """torch's attention on the same keys, gathered before: what paging and a varlen batch cost nothing."""
+    table, num_seqs = args["block_table"].long(), len(args["seq_lens"])
+    dense = [args[name][table].flatten(1, 2).transpose(1, 2) for name in ("key_cache", "value_cache")]  # [B, Hk, S, D]
+    q = args["q"].unflatten(0, (num_seqs, -1)).transpose(1, 2)
+    queries, length = q.shape[2], dense[0].shape[2]
+    mask = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(
+        q, *dense, attn_mask=None if queries == 1 else mask, scale=args["softmax_scale"], enable_gqa=True
+    )
+
+
+def main(arguments: list[str]) -> int:
+    check = Check("--dry" in arguments)
+    good = [check.contract(), check.graphs(), check.times()]
+    print(json.dumps(check.found, indent=1, default=str) if all(good) else "faults: see gpu_check.json")
+    try:
+        print(f"kvbackend {version('kvbackend')}")
+    except PackageNotFoundError:
+        print("kvbackend is not installed: run from its folder")
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
