@@ -3,7 +3,7 @@
 A process of its own (`python -m tests.cuda_triton.interpreted [--every-dtype] OP...`), since TRITON_INTERPRET must be
 set before triton is imported and nothing can be compiled then. Without the flag each sample is run in one of the three
 dtypes, in turn. Prints one JSON object: op -> {sample: fault, or null where it passed, or the list of reasons where it
-was refused}, and "far blocks", see far.py.
+was refused}, "far blocks", see far.py, and "batch mates".
 """
 
 from __future__ import annotations
@@ -72,6 +72,18 @@ def verdicts(name: str, every_dtype: bool) -> dict[str, Any]:
     return found
 
 
+def batch_mates() -> dict[str, str | None]:
+    """Whether a row's bits depend on the batch that it is in."""
+    found: dict[str, str | None] = {}
+    for name, (mixed, alone) in quantized.batch_mates().items():
+        adapter = backends.registered()["cuda_triton"].adapter(name)
+        assert adapter is not None
+        many, one = (adapter.run(**registry[name].bind((), call)) for call in (mixed, alone))
+        same = torch.equal(many[0][-1], one[0][0]) and torch.equal(many[1][-1], one[1][0])
+        found[name] = None if same else "differs in a batch"
+    return found
+
+
 def main(names: list[str]) -> None:
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
     every_dtype = "--every-dtype" in names
@@ -81,6 +93,7 @@ def main(names: list[str]) -> None:
         found[name] = verdicts(name, every_dtype)
         print(f"{name}: {len(found[name])} samples, {time.perf_counter() - start:.1f} s", file=sys.stderr)
     found["far blocks"] = far.verdicts()
+    found["batch mates"] = batch_mates()
     print(json.dumps(found))
 
 

@@ -93,3 +93,22 @@ def calls(name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
                 kv_format,
                 dict(ckv=make.randn(5, DIM), kpe=make.randn(5, 16), slot_mapping=slots, **make.latent(kv_format)),
             )
+
+
+def batch_mates() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Per op a mixed batch, and its last row alone: the same bits must come of both."""
+    make = Maker(torch.bfloat16)
+    mixed = _batch()
+    alone = mixed | dict(
+        block_table=mixed["block_table"][1:], seq_lens=mixed["seq_lens"][1:], max_seqlen_q=1,
+        cu_seqlens_q=torch.tensor([0, 1]).int(),
+    )  # fmt: skip
+    caches, latent = make.caches("bf16"), make.latent("fp8_e4m3")
+    q, q_nope, q_pe = make.randn(7, 6, DIM), make.randn(7, 3, DIM), make.randn(7, 3, 16)
+    return {
+        "paged_attention": (dict(q=q, **caches, **mixed), dict(q=q[6:], **caches, **alone)),
+        "mla_attention": (
+            dict(q_nope=q_nope, q_pe=q_pe, **latent, **mixed),
+            dict(q_nope=q_nope[6:], q_pe=q_pe[6:], **latent, **alone),
+        ),
+    }

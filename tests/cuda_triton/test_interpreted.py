@@ -56,3 +56,9 @@ def test_offsets_beyond_two_to_the_31(verdicts: dict[str, Any]) -> None:
     found = verdicts["far blocks"]
     assert found
     assert not {op: fault for op, fault in found.items() if fault}
+
+
+def test_a_row_does_not_depend_on_its_batch_mates(verdicts: dict[str, Any]) -> None:
+    found = verdicts["batch mates"]
+    assert found
+    assert not {op: fault for op, fault in found.items() if fault}
