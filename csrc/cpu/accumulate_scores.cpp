@@ -135,8 +135,8 @@ void accumulate_scores(const Tensor& q, const Tensor& key_cache, const Tensor& b
                        const Tensor& cu_seqlens_q, int64_t max_seqlen_q, double softmax_scale,
                        const std::optional<Tensor>& scores, const std::optional<Tensor>& score_cache,
                        int64_t last_queries, int64_t window, double softcap, const std::optional<Tensor>& sinks,
-                       const std::optional<Tensor>& /*k_scale*/, const std::optional<Tensor>& /*k_scale_cache*/,
-                       const std::string& /*kv_format*/, const std::optional<Tensor>& key_positions,
+                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& k_scale_cache,
+                       const std::string& kv_format, const std::optional<Tensor>& key_positions,
                        const std::optional<Tensor>& rope_cos_sin, bool rope_interleaved,
                        const std::optional<Tensor>& key_bias) {
   expect_rank(q, "q", 3);
@@ -147,7 +147,10 @@ void accumulate_scores(const Tensor& q, const Tensor& key_cache, const Tensor& b
                   "scores and score_cache are both given, or neither; one of them takes the sums: pass one");
   with_dtype(q, "q", [&](auto zero) {
     using T = decltype(zero);
-    const PagedSource<T> source(q, key_cache, std::nullopt, {key_positions, rope_cos_sin, rope_interleaved, key_bias});
+    const CacheArguments keys{
+        q.scalar_type(), key_cache,     "key_cache",    format_pair(kv_format).first, true, k_scale,
+        "k_scale",       k_scale_cache, "k_scale_cache"};
+    const PagedSource<T> source(q, keys, std::nullopt, {key_positions, rope_cos_sin, rope_interleaved, key_bias});
     const int64_t num_blocks = key_cache.size(0), block_size = key_cache.size(1), kv_heads = source.kv_heads();
     const Tensor& sums = scores ? *scores : *score_cache;
     expect_dtype(sums, scores ? "scores" : "score_cache", ScalarType::Float);
@@ -158,7 +161,7 @@ void accumulate_scores(const Tensor& q, const Tensor& key_cache, const Tensor& b
       expect_shape(sums, "score_cache", {num_blocks, block_size, kv_heads});
     }
     const Pages pages(block_table, num_blocks, block_size);
-    const Rule rule{static_cast<float>(softmax_scale), true, window, static_cast<float>(softcap)};
+    const LogitRule rule{static_cast<float>(softmax_scale), true, window, static_cast<float>(softcap)};
     std::vector<Sequence> batch = read_batch(pages, seq_lens, cu_seqlens_q, max_seqlen_q, q.size(0));
     keep_last(batch, last_queries);
     if (num_heads == 0 || batch.empty()) return;

@@ -153,9 +153,10 @@ inline void pack_weights(const float* weights, int64_t width, int64_t count, int
 
 // scores[key, row] of K tiles of keys x R tiles of rows, which stay in registers; the queries stay in L1 or L2.
 template <int K, int R, class Ahead>
-void score_block(const bf16* queries, int64_t dim, const bf16* keys, float* scores, int64_t width, Ahead& ahead) {
+void score_block(const bf16* queries, int64_t dim, int64_t from, int64_t to, const bf16* keys, float* scores,
+                 int64_t width, Ahead& ahead) {
   each<K * R>([](auto c) { tile_zero<c>(); });
-  for (int64_t d = 0; d < dim; d += kDepth) {
+  for (int64_t d = from; d < to; d += kDepth) {
     ahead.step();
     each<R>([&](auto r) { tile_load<6 + r>(queries + r * kSide * dim + d * kSide, 64); });
     each<K>([&](auto k) {
@@ -168,18 +169,19 @@ void score_block(const bf16* queries, int64_t dim, const bf16* keys, float* scor
   });
 }
 
-// Scores of keys [count, dim] and packed queries, for all rows. Keys up to a multiple of 64 are read.
+// Scores of dims [from, to) of keys [count, dim] and packed queries, for all rows. Keys up to a multiple of 64 are
+// read.
 template <class Ahead>
-void score_tiles(const bf16* queries, int64_t dim, const bf16* keys, int64_t count, float* scores, int64_t width,
-                 Ahead& ahead) {
+void score_tiles(const bf16* queries, int64_t dim, int64_t from, int64_t to, const bf16* keys, int64_t count,
+                 float* scores, int64_t width, Ahead& ahead) {
   int64_t row = 0;
   for (; row + 2 * kSide <= width; row += 2 * kSide) {
     for (int64_t n = 0; n < count; n += 2 * kSide)
-      score_block<2, 2>(queries + row * dim, dim, keys + n * dim, scores + n * width + row, width, ahead);
+      score_block<2, 2>(queries + row * dim, dim, from, to, keys + n * dim, scores + n * width + row, width, ahead);
   }
   for (; row < width; row += kSide) {
     for (int64_t n = 0; n < count; n += 4 * kSide)
-      score_block<4, 1>(queries + row * dim, dim, keys + n * dim, scores + n * width + row, width, ahead);
+      score_block<4, 1>(queries + row * dim, dim, from, to, keys + n * dim, scores + n * width + row, width, ahead);
   }
 }
 

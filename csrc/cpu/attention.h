@@ -63,7 +63,7 @@ Sizes sizes_of(const Source& source) {
 
 class Plan {
  public:
-  Plan(const Sizes& sizes, const Rule& rule, std::vector<Sequence> sequences)
+  Plan(const Sizes& sizes, const LogitRule& rule, std::vector<Sequence> sequences)
       : batch(std::move(sequences)), sizes_(sizes), rule_(rule) {
     std::vector<Task> all;  // tasks of all kv heads
     for (int64_t i = 0; i < static_cast<int64_t>(batch.size()); ++i) {
@@ -166,12 +166,12 @@ class Plan {
   }
 
   const Sizes sizes_;
-  const Rule rule_;
+  const LogitRule rule_;
 };
 
 // function(worker, item) for items [0, count): each thread has a worker, and when it has done one takes the next.
 template <class T, class Source, class KeyPages, class F>
-void share_out(const Source& source, const KeyPages& pages, const Rule& rule, int64_t threads, size_t count,
+void share_out(const Source& source, const KeyPages& pages, const LogitRule& rule, int64_t threads, size_t count,
                F&& function) {
   std::atomic<size_t> taken{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
@@ -182,7 +182,7 @@ void share_out(const Source& source, const KeyPages& pages, const Rule& rule, in
 
 // Each row of a task goes to `output`, or to `parts`, to be merged.
 template <class T, class Source, class KeyPages, class Output>
-void run_tasks(const Source& source, const KeyPages& pages, const Rule& rule, const Plan& plan, float* parts,
+void run_tasks(const Source& source, const KeyPages& pages, const LogitRule& rule, const Plan& plan, float* parts,
                const Output& output) {
   const int64_t value_dim = source.value_dim();
   share_out<T>(source, pages, rule, plan.threads, plan.tasks.size(), [&](auto& worker, size_t i) {
@@ -224,7 +224,8 @@ void merge_parts(const Plan& plan, int64_t value_dim, const float* parts, const 
 
 // Peak, total and values of each row of a plan: to output.write(token, head, peak, total, values).
 template <class T, class Source, class KeyPages, class Output>
-void attend_to(const Source& source, const KeyPages& pages, const Rule& rule, const Plan& plan, const Output& output) {
+void attend_to(const Source& source, const KeyPages& pages, const LogitRule& rule, const Plan& plan,
+               const Output& output) {
   const std::unique_ptr<float[]> parts(new float[plan.num_parts * (source.value_dim() + 2)]);
   run_tasks<T>(source, pages, rule, plan, parts.get(), output);
   merge_parts(plan, source.value_dim(), parts.get(), output);
@@ -232,7 +233,7 @@ void attend_to(const Source& source, const KeyPages& pages, const Rule& rule, co
 
 // The whole of an op, once its source is made: out [T, H, value_dim] and lse [T, H], or empty.
 template <class T, class Source, class KeyPages>
-std::tuple<Tensor, Tensor> attend(const Source& source, const KeyPages& pages, const Rule& rule,
+std::tuple<Tensor, Tensor> attend(const Source& source, const KeyPages& pages, const LogitRule& rule,
                                   std::vector<Sequence> batch, const Tensor& q, std::vector<float> sinks,
                                   bool return_lse) {
   const Output<T> output(q, source.heads(), source.value_dim(), std::move(sinks), return_lse);

@@ -92,7 +92,7 @@ struct Bound {
   int64_t after, last;
 };
 
-struct Rule {
+struct LogitRule {
   float scale;
   bool causal;
   int64_t window;  // -1: none

@@ -6,7 +6,7 @@
 #include <new>
 
 #include "attention_batch.h"
-#include "simd.h"
+#include "codes.h"
 
 namespace kvbackend::KVBACKEND_ISA {
 
@@ -37,9 +37,10 @@ class Prefetcher {
   }
 
  private:
+  static constexpr int64_t kMost = 2 * kTile;
   int64_t count_ = 0, next_ = 0, line_ = 0, total_ = 0, pace_ = 1;
-  const char* rows_[2 * kTile + 4] = {};  // the last group of four may be short: then old rows fill it
-  int64_t bytes_[2 * kTile + 4] = {};
+  const char* rows_[kMost + 4] = {};  // the last group of four may be short: then old rows fill it
+  int64_t bytes_[kMost + 4] = {};
 };
 
 // Floats of a thread's own, aligned to cache lines. Made when first wanted, since untouched memory costs nothing.
@@ -79,11 +80,43 @@ inline int64_t width_of(int64_t rows) {
   return width;
 }
 
+// Scales of groups of dims, for codes that are read in place: `row` floats for each key.
+struct Groups {
+  const float* scales = nullptr;
+  int64_t row = 0;
+  int shift = 0;  // a group has 2^shift dims, at least kLanes
+
+  const float* of(int64_t n) const { return scales + n * row; }
+};
+
+// The lower half of the lanes of one vector, the upper half of the other's.
+template <int... Lane>
+inline Vec join_halves(Vec low, Vec high, std::integer_sequence<int, Lane...>) {
+  return __builtin_shufflevector(low, high, (Lane < kLanes / 2 ? Lane : Lane + kLanes)...);
+}
+
+inline Vec join_halves(Vec low, Vec high) { return join_halves(low, high, std::make_integer_sequence<int, kLanes>{}); }
+
+// kPair codes from dim d on, with the scales of their groups.
+template <class E>
+inline void load_scaled(const E* codes, int64_t d, const float* scales, int shift, Vec& first, Vec& second) {
+  load_pair(codes + d / kPerByte<E>, first, second);
+  const Vec low = broadcast(scales[d >> shift]), high = broadcast(scales[(d + kLanes) >> shift]);
+  if constexpr (kEvensFirst<E>) {
+    const Vec halves = join_halves(low, high);
+    first *= halves;
+    second *= halves;
+  } else {
+    first *= low;
+    second *= high;
+  }
+}
+
 // Few rows: lanes run over dims. R rows x kAccumulators / R keys in registers; a key is read once for R rows. The
 // queries [R, dim] stay in L1. `keys` may be read up to the next multiple of kAccumulators / R.
-template <int R, class E>
-void score_few(const float* queries, int64_t dim, const E* const* keys, int64_t count, float* scores, int64_t width,
-               Prefetcher& ahead) {
+template <int R, bool kGrouped, class E>
+void score_few(const float* queries, int64_t dim, const E* const* keys, const Groups& groups, int64_t count,
+               float* scores, int64_t width, Prefetcher& ahead) {
   constexpr int kKeys = kAccumulators / R;
   for (int64_t n = 0; n < count; n += kKeys) {
     Vec sum[kAccumulators] = {};
@@ -92,7 +125,11 @@ void score_few(const float* queries, int64_t dim, const E* const* keys, int64_t 
 #pragma GCC unroll 16
       for (int k = 0; k < kKeys; ++k) {
         Vec first, second;
-        load_pair(keys[n + k] + d, first, second);
+        if constexpr (kGrouped) {
+          load_scaled(keys[n + k], d, groups.of(n + k), groups.shift, first, second);
+        } else {
+          load_pair(keys[n + k] + d / kPerByte<E>, first, second);
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           sum[k * R + r] += first * load(queries + r * dim + d);
@@ -156,9 +193,9 @@ inline void score_many_rows(const float* queries, int64_t dim, const float* keys
 
 // out[row] = decay[row] * out[row] + sum over keys of weights[n, row] * value n, for R rows and V vectors of dims,
 // which stay in registers while the keys go by.
-template <int R, int V, class E>
-void weigh(const float* weights, int64_t width, const E* const* values, int64_t count, int64_t dim, const float* decay,
-           float* out, int64_t out_row, Prefetcher& ahead) {
+template <int R, int V, bool kGrouped, class E>
+void weigh(const float* weights, int64_t width, const E* const* values, const Groups& groups, int64_t count,
+           int64_t dim, const float* decay, float* out, int64_t out_row, Prefetcher& ahead) {
   Vec sum[R][V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
@@ -167,10 +204,16 @@ void weigh(const float* weights, int64_t width, const E* const* values, int64_t 
   }
   for (int64_t n = 0; n < count; ++n) {
     if (n % 2 == 0) ahead.step();
-    const E* value = values[n] + dim;
     Vec numbers[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v += 2) load_pair(value + v * kLanes, numbers[v], numbers[v + 1]);
+    for (int v = 0; v < V; v += 2) {
+      const int64_t d = dim + v * kLanes;
+      if constexpr (kGrouped) {
+        load_scaled(values[n], d, groups.of(n), groups.shift, numbers[v], numbers[v + 1]);
+      } else {
+        load_pair(values[n] + d / kPerByte<E>, numbers[v], numbers[v + 1]);
+      }
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const float weight = weights[n * width + r];
@@ -186,18 +229,27 @@ void weigh(const float* weights, int64_t width, const E* const* values, int64_t 
 }
 
 // weigh, for all rows and dims. Dims in the outer loop: their part of the values stays in L1 for all rows.
-template <int R, class E>
-void weigh_all(const float* weights, int64_t width, const E* const* values, int64_t count, int64_t rows, int64_t dims,
-               const float* decay, float* out, Prefetcher& ahead) {
+template <int R, bool kGrouped, class E>
+void weigh_all(const float* weights, int64_t width, const E* const* values, const Groups& groups, int64_t count,
+               int64_t rows, int64_t dims, const float* decay, float* out, Prefetcher& ahead) {
   constexpr int kVectors = std::max(2, kAccumulators / R);
   int64_t d = 0;
   for (; d + kVectors * kLanes <= dims; d += kVectors * kLanes) {
     for (int64_t row = 0; row < rows; row += R)
-      weigh<R, kVectors>(weights + row, width, values, count, d, decay + row, out + row * dims + d, dims, ahead);
+      weigh<R, kVectors, kGrouped>(weights + row, width, values, groups, count, d, decay + row, out + row * dims + d,
+                                   dims, ahead);
   }
   for (; d < dims; d += kPair) {
     for (int64_t row = 0; row < rows; row += R)
-      weigh<R, 2>(weights + row, width, values, count, d, decay + row, out + row * dims + d, dims, ahead);
+      weigh<R, 2, kGrouped>(weights + row, width, values, groups, count, d, decay + row, out + row * dims + d, dims,
+                            ahead);
+  }
+}
+
+// rows [count, width] of a tile, each times its key's factor.
+inline void multiply_keys(float* rows, int64_t count, int64_t width, const float* factors) {
+  for (int64_t n = 0; n < count; ++n) {
+    for (int64_t row = 0; row < width; ++row) rows[n * width + row] *= factors[n];
   }
 }
 

@@ -6,15 +6,20 @@
 // sequence has few queries, its keys are cut into parts, which are merged in order. What a row comes to depends on its
 // own sequence alone, neither on the batch nor on the number of threads: the length decides where keys are cut.
 //
+// Codes of a quantized cache become numbers a tile at a time, and in registers where rows are read in place. A factor
+// that a whole row has (cached_rows.h) is left out of it there and goes into its logits, or its weights.
+//
 // An op brings a Source, which knows what a query, a key and a value are:
 //
 //   int64_t heads(), kv_heads(), dim(), value_dim();
 //   static constexpr bool kValuesAreKeys;            a value is the first value_dim numbers of its key
-//   bool in_place();                                 rows can be read where they lie: key_row and value_row
-//   bool stored();                                   keys are as the cache holds them
+//   const CachedRows<T>& keys(), &values();          values where value_dim is not 0. With kValuesAreKeys keys() are
+//   the
+//                                                    first value_dim numbers of a key
+//   bool in_place();                                 rows can be read where they lie, by keys() and values()
+//   bool stored();                                   keys are as the cache holds them, but for a factor
 //   void load_query(token, head, E* out);            E is float, or T
-//   void load_key(keys, n, head, E* out), load_value(keys, n, head, E* out);
-//   const T* key_row(keys, n, head), *value_row(keys, n, head);
+//   void load_key(keys, n, head, RowBuffer&, E* out), load_value(..);   E is float, or exact_bf16
 //   void locate(Keys&, int64_t n);                   from key n's block and slot: where its rows are
 //   bool in_order();                                 positions are indices within the sequence
 //   int64_t position(block, slot);                   where they are not
@@ -22,7 +27,7 @@
 //   bool bias(keys, head, float* out);               what is added to the logits of each key; false: nothing
 #pragma once
 
-#include "attention_loops.h"
+#include "cached_rows.h"
 #if defined(__AMX_BF16__)
 #include "amx.h"
 #endif
@@ -43,7 +48,7 @@ constexpr bool kTiles = false;
 template <class T, class Source, class KeyPages = Pages>
 class Worker {
  public:
-  Worker(const Source& source, const KeyPages& pages, const Rule& rule)
+  Worker(const Source& source, const KeyPages& pages, const LogitRule& rule)
       : source_(source),
         pages_(pages),
         rule_(rule),
@@ -56,6 +61,7 @@ class Worker {
     decay_.want(kRows);
     scores_.want(kTile * kRows);
     bias_.want(kTile);
+    factors_.want(kTile);
     row_.want(std::max(dim_, value_dim_));
   }
 
@@ -130,6 +136,7 @@ class Worker {
     } else if (!in_place_) {
       key_rows_.want_zeros(kTile * dim_);
     }
+    key_buffer_.offset = value_buffer_.offset = -1;
   }
 
   // No value seen yet; and where values go that are not read in place.
@@ -156,7 +163,7 @@ class Worker {
       if (width_ >= kLanes) {
         for (int64_t d = 0; d < source_.dim(); ++d) queries[d * width_ + row] = row_[d];
       } else {
-        const auto arrange = in_place_ ? to_pairs<T> : to_pairs<float>;
+        const auto arrange = in_place_ && source_.keys().evens_first() ? to_pairs<bf16> : to_pairs<float>;
         arrange(row_, dim_, queries + row * dim_);
       }
     }
@@ -192,26 +199,29 @@ class Worker {
   void score(const Keys& keys, int64_t head) {
     if (tiled_) return score_tiled(keys, head);
     if (in_place_) {
-      const T* key[kTile];
-      for (int64_t n = 0; n < kTile; ++n)
-        key[n] = source_.key_row(keys, std::min(n, keys.count - 1), task_->first_head + head);
-      return score_few_rows(keys, head, key);
+      with_rows(source_.keys(), keys, keys.key, head, key_scales_, [&](const auto* rows, auto grouped, Groups groups) {
+        score_few_rows<grouped>(keys, head, rows, groups);
+      });
+      return apply_factors(source_.keys(), keys, head);
     }
-    for (int64_t n = 0; n < keys.count; ++n) source_.load_key(keys, n, task_->first_head + head, key_rows_ + n * dim_);
+    for (int64_t n = 0; n < keys.count; ++n)
+      source_.load_key(keys, n, task_->first_head + head, key_buffer_, key_rows_ + n * dim_);
     if (width_ >= kLanes)
       return score_many_rows(queries_ + head * width_ * dim_, source_.dim(), key_rows_, dim_, keys.count, scores_,
                              width_, ahead_);
     const float* key[kTile];
     for (int64_t n = 0; n < kTile; ++n) key[n] = key_rows_ + std::min(n, keys.count - 1) * dim_;
-    score_few_rows(keys, head, key);
+    score_few_rows<false>(keys, head, key, {});
   }
 
-  template <class E>
-  void score_few_rows(const Keys& keys, int64_t head, const E* const* key) {
+  template <bool kGrouped, class E>
+  void score_few_rows(const Keys& keys, int64_t head, const E* const* key, const Groups& groups) {
     const float* queries = queries_ + head * width_ * dim_;
-    const auto score_rows = width_ >= 4 ? score_few<4, E> : width_ == 2 ? score_few<2, E> : score_few<1, E>;
+    const auto score_rows = width_ >= 4   ? score_few<4, kGrouped, E>
+                            : width_ == 2 ? score_few<2, kGrouped, E>
+                                          : score_few<1, kGrouped, E>;
     for (int64_t row = 0; row < width_; row += 4)
-      score_rows(queries + row * dim_, dim_, key, keys.count, scores_ + row, width_, ahead_);
+      score_rows(queries + row * dim_, dim_, key, groups, keys.count, scores_ + row, width_, ahead_);
   }
 
   // The scores have become weights: the values of a tile and one kv head, weighed, are added to the sums.
@@ -219,27 +229,73 @@ class Worker {
     if (value_dim_ == 0) return;
     if (tiled_) return weigh_tiled(keys, head);
     if (in_place_) {
-      const T* value[kTile];
-      for (int64_t n = 0; n < keys.count; ++n) value[n] = source_.value_row(keys, n, task_->first_head + head);
-      return weigh_rows(keys, head, value);
+      apply_factors(source_.values(), keys, head);
+      return with_rows(
+          source_.values(), keys, keys.value, head, value_scales_,
+          [&](const auto* rows, auto grouped, Groups groups) { weigh_rows<grouped>(keys, head, rows, groups); });
     }
     const float* value[kTile];
     for (int64_t n = 0; n < keys.count; ++n) {
       value[n] = Source::kValuesAreKeys ? key_rows_ + n * dim_ : value_rows_ + n * value_dim_;
-      if (!Source::kValuesAreKeys) source_.load_value(keys, n, task_->first_head + head, value_rows_ + n * value_dim_);
+      if (!Source::kValuesAreKeys)
+        source_.load_value(keys, n, task_->first_head + head, value_buffer_, value_rows_ + n * value_dim_);
     }
-    weigh_rows(keys, head, value);
+    weigh_rows<false>(keys, head, value, {});
   }
 
-  template <class E>
-  void weigh_rows(const Keys& keys, int64_t head, const E* const* value) {
-    const auto weigh_some = width_ >= 4 ? weigh_all<4, E> : width_ == 2 ? weigh_all<2, E> : weigh_all<1, E>;
-    weigh_some(scores_, width_, value, keys.count, task_->rows(), value_dim_, decay_,
+  template <bool kGrouped, class E>
+  void weigh_rows(const Keys& keys, int64_t head, const E* const* value, const Groups& groups) {
+    const auto weigh_some = width_ >= 4   ? weigh_all<4, kGrouped, E>
+                            : width_ == 2 ? weigh_all<2, kGrouped, E>
+                                          : weigh_all<1, kGrouped, E>;
+    weigh_some(scores_, width_, value, groups, keys.count, task_->rows(), value_dim_, decay_,
                sums_ + head * width_ * value_dim_, ahead_);
+  }
+
+  // function(rows, grouped, groups): a tile's rows where they lie, the last repeated, and the scales of their groups.
+  template <class F>
+  void with_rows(const CachedRows<T>& rows, const Keys& keys, const int64_t* offsets, int64_t head, Floats& scales,
+                 F&& function) {
+    head += task_->first_head;
+    rows.with_type([&](auto zero) {
+      using E = decltype(zero);
+      if constexpr (!std::is_same_v<E, uint4x2>) {  // KIVI's codes are not read in place
+        const E* row[kTile];
+        for (int64_t n = 0; n < kTile; ++n)
+          row[n] = reinterpret_cast<const E*>(rows.row(offsets[std::min(n, keys.count - 1)], head));
+        if constexpr (kMayHaveGroups<E>) {
+          if (rows.grouped()) {
+            const Groups groups = load_groups(rows, keys, head, scales);
+            return function(row, std::true_type{}, groups);
+          }
+        }
+        function(row, std::false_type{}, Groups{});
+      }
+    });
+  }
+
+  Groups load_groups(const CachedRows<T>& rows, const Keys& keys, int64_t head, Floats& scales) const {
+    const int64_t count = rows.size() / rows.span();
+    scales.want_zeros(kTile * std::max(dim_, value_dim_) / kLanes + kLanes);
+    rows.load_scales(keys, head, scales);
+    return {scales, count, __builtin_ctzll(rows.span())};
+  }
+
+  // Scores, or weights, times what was left out of the rows that they belong to.
+  void apply_factors(const CachedRows<T>& rows, const Keys& keys, int64_t head) {
+    if (!rows.has_factor()) return;
+    load_factors(rows, keys, head);
+    multiply_keys(scores_, keys.count, width_, factors_);
+  }
+
+  void load_factors(const CachedRows<T>& rows, const Keys& keys, int64_t head) {
+    for (int64_t n = 0; n < keys.count; ++n)
+      factors_[n] = rows.factor(keys.block[n], keys.slot[n], task_->first_head + head);
   }
 
 #if defined(__AMX_BF16__)
   static bf16* as_bf16(float* data) { return reinterpret_cast<bf16*>(data); }
+  static exact_bf16* as_exact(bf16* data) { return reinterpret_cast<exact_bf16*>(data); }
 
   // Queries of one kv head as tiles, not scaled: so they are exact. The rows of keys serve as scratch.
   void start_tiled(int64_t head) {
@@ -256,10 +312,23 @@ class Worker {
     const TileScope scope;
     bf16* key = as_bf16(tile_keys_);
     for (int64_t n = 0; n < keys.count; ++n) {
-      if constexpr (kTiles<T>) source_.load_key(keys, n, task_->first_head + head, key + n * dim_);
+      if constexpr (kTiles<T>)
+        source_.load_key(keys, n, task_->first_head + head, key_buffer_, as_exact(key + n * dim_));
     }
     ahead_.finish_within(dim_ / 16 + value_dim_ / 16 + width_ / kSide * value_dim_ / 32);
-    score_tiles(as_bf16(queries_ + head * width_ * dim_), dim_, key, keys.count, scores_, width_, ahead_);
+    const bf16* queries = as_bf16(queries_ + head * width_ * dim_);
+    if (!Source::kValuesAreKeys || !source_.keys().has_factor()) {
+      score_tiles(queries, dim_, 0, dim_, key, keys.count, scores_, width_, ahead_);
+      return apply_factors(source_.keys(), keys, head);
+    }
+    // The factor is that of the latent only, and the scores of the rotary part come on top.
+    const int64_t latent = source_.value_dim() / kDepth * kDepth;
+    rotary_scores_.want(kTile * kRows);
+    score_tiles(queries, dim_, latent, dim_, key, keys.count, rotary_scores_, width_, ahead_);
+    score_tiles(queries, dim_, 0, latent, key, keys.count, scores_, width_, ahead_);
+    apply_factors(source_.keys(), keys, head);
+    for (int64_t i = 0; i < keys.count * width_; i += kLanes)
+      store(scores_ + i, load(scores_ + i) + load(rotary_scores_ + i));
   }
 
   // Weights are rounded to bf16.
@@ -267,8 +336,10 @@ class Worker {
     const TileScope scope;
     bf16* value = Source::kValuesAreKeys ? as_bf16(tile_keys_) : as_bf16(tile_values_);
     for (int64_t n = 0; n < keys.count && !Source::kValuesAreKeys; ++n) {
-      if constexpr (kTiles<T>) source_.load_value(keys, n, task_->first_head + head, value + n * value_dim_);
+      if constexpr (kTiles<T>)
+        source_.load_value(keys, n, task_->first_head + head, value_buffer_, as_exact(value + n * value_dim_));
     }
+    apply_factors(Source::kValuesAreKeys ? source_.keys() : source_.values(), keys, head);
     const int64_t count = keys.count, key_tiles = kTile / kDepth;
     bf16 *weights = as_bf16(packed_weights_), *values = as_bf16(packed_values_);
     float* sums = sums_ + head * width_ * value_dim_;
@@ -321,7 +392,8 @@ class Worker {
       float sum = 0;
       for (int64_t i = row; i < state_width(); i += width_) sum += total[i];
       const float* values = sums_ + (head * width_ + row) * value_dim_;
-      const auto arrange = tiled_ ? kFromTiles : in_place_ ? from_pairs<T> : from_pairs<float>;
+      const bool evens_first = in_place_ && value_dim_ && source_.values().evens_first();
+      const auto arrange = tiled_ ? kFromTiles : evens_first ? from_pairs<bf16> : from_pairs<float>;
       arrange(values, value_dim_, row_);
       finish(token(row), query_head(head, row), peak[row], sum, row_);
     }
@@ -329,14 +401,16 @@ class Worker {
 
   const Source& source_;
   const KeyPages& pages_;
-  const Rule rule_;
+  const LogitRule rule_;
   const int64_t dim_, value_dim_;  // rounded up to whole pairs of vectors
   Floats queries_;                 // [heads, width, dim], or [heads, dim, width] for many rows
   Floats sums_;                    // [heads, width, value_dim]
   Floats peak_, total_;            // [heads, max(width, kLanes)]
   Floats decay_, scores_, bias_, row_;
   Floats key_rows_, value_rows_;
-  Floats tile_keys_, tile_values_, packed_values_, packed_weights_;
+  Floats key_scales_, value_scales_, factors_;  // of a tile's rows
+  RowBuffer key_buffer_, value_buffer_;
+  Floats tile_keys_, tile_values_, packed_values_, packed_weights_, rotary_scores_;
   std::vector<Bound> bounds_;  // of each query
   Bound all_{};                // what all queries attend to
   Prefetcher ahead_;

@@ -38,6 +38,10 @@ inline constexpr int64_t kPerByte<e2m1x2> = 2;
 template <>
 inline constexpr int64_t kPerByte<uint4x2> = 2;
 
+#if defined(__AVX512F__)
+template <>
+inline constexpr bool kEvensFirst<e4m3> = true;
+#endif
 template <>
 inline constexpr bool kEvensFirst<e2m1x2> = true;
 template <>
@@ -215,6 +219,37 @@ inline Vec load(const e4m3* from) {
   const HalfVec nan = (HalfVec)(magnitude == 0x7f) & 0x4000;
   return from_halves((code & 0x80) << 8 | magnitude << 7 | nan) * 256.0f;
 }
+
+#if defined(__AVX512F__)
+// The magnitudes as bfloat16.
+struct E4M3Table {
+  constexpr E4M3Table() : bits() {
+    for (int code = 0; code < 128; ++code) {
+      const int exponent = code >> 3, fraction = code & 7;
+      const int leading = fraction < 2 ? 0 : fraction < 4 ? 1 : 2;  // of a subnormal
+      bits[code] = static_cast<uint16_t>(code == 0x7f    ? 0x7fc0
+                                         : exponent != 0 ? (exponent + 120) << 7 | fraction << 4
+                                         : fraction != 0 ? (118 + leading) << 7 | (fraction << (7 - leading) & 0x7f)
+                                                         : 0);
+    }
+  }
+  alignas(64) uint16_t bits[128];
+};
+
+// kPair codes, even ones first: looked up, 64 magnitudes at a time, as the 16-bit halves of floats.
+inline void load_pair(const e4m3* from, Vec& first, Vec& second) {
+  static constexpr E4M3Table table;
+  const __m512i* quarter = reinterpret_cast<const __m512i*>(table.bits);
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  const __m512i codes = _mm512_maskz_cvtepi8_epi16(~0u, bytes);  // the sign fills the upper half
+  const __m512i low = _mm512_permutex2var_epi16(quarter[0], codes, quarter[1]);
+  const __m512i high = _mm512_permutex2var_epi16(quarter[2], codes, quarter[3]);
+  const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40)), low, high);
+  const BitVec value = (BitVec)magnitude | ((BitVec)codes & 0x80008000);
+  first = (Vec)(value << 16);
+  second = (Vec)(value & 0xffff0000);
+}
+#endif
 
 // The upper half of a float16.
 inline Vec load(const e5m2* from) { return from_halves(load_half_bytes(from) << 8); }

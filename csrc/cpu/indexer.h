@@ -338,7 +338,7 @@ class IndexWorker {
     const float* queries = queries_ + i * width_ * dim_;
 #if defined(__AMX_BF16__)
     if constexpr (kTiles<T>) {
-      score_tiles(reinterpret_cast<const bf16*>(queries), dim_, row(0), tile.count, raw_, width_, ahead_);
+      score_tiles(reinterpret_cast<const bf16*>(queries), dim_, 0, dim_, row(0), tile.count, raw_, width_, ahead_);
     } else
 #endif
     {

@@ -64,6 +64,9 @@ void with_codes(const KVFormat& format, F&& function) {
 template <class Code>
 constexpr bool kHasMinimum = std::is_same_v<Code, uint4x2>;
 template <class Code>
+constexpr bool kMayHaveGroups =
+    std::is_same_v<Code, e4m3> || std::is_same_v<Code, e5m2> || std::is_same_v<Code, e2m1x2>;
+template <class Code>
 constexpr bool kMayHaveGlobal = std::is_same_v<Code, e2m1x2>;
 
 // Call function(span), with a constant for the short spans, whose loops then unroll and have no rest.
@@ -168,6 +171,21 @@ class Scales {
   int64_t offset(int64_t block, int64_t token, int64_t head) const {
     return block * block_ + token / tokens_ * token_ + head * head_;
   }
+
+  // The bytes of a row's scales, where one is a byte and they follow each other; else null.
+  const uint8_t* bytes_at(int64_t offset) const {
+    const bool bytes = dtype_ == ScalarType::Byte || dtype_ == ScalarType::Float8_e4m3fn;
+    return bytes && stride_ == 1 ? reinterpret_cast<const uint8_t*>(data_) + offset : nullptr;
+  }
+
+  // Scales that are bytes as floats. Up to kLanes more are read and written.
+  void decode_bytes(const uint8_t* bytes, int64_t size, float* out) const {
+    if (dtype_ == ScalarType::Byte) return load_row(reinterpret_cast<const e8m0*>(bytes), 1, size, out);
+    for (int64_t i = 0; i < size; i += kLanes) store(out + i, load(reinterpret_cast<const e4m3*>(bytes) + i));
+  }
+
+  // One scale of those that are float32.
+  float float_at(int64_t offset) const { return reinterpret_cast<const float*>(data_)[offset]; }
 
   // Store the scales of a row: numbers of their dtype that follow each other, and the minimums that come with them.
   void write(int64_t offset, const void* scales, const fp16* lows) const {

@@ -7,7 +7,7 @@
 namespace kvbackend::KVBACKEND_ISA {
 
 template <class T>
-struct Rows {  // rows of a tensor by its first two dims: [T, H, D] or [nb, bs, D]
+struct Rows {  // of queries [T, H, D]
   explicit Rows(const Tensor& tensor)
       : data(static_cast<const T*>(tensor.const_data_ptr())),
         first(tensor.stride(0)),
@@ -29,51 +29,56 @@ class LatentSource {
  public:
   static constexpr bool kValuesAreKeys = true;
 
-  LatentSource(const Tensor& q_nope, const Tensor& q_pe, const Tensor& ckv_cache, const Tensor& kpe_cache)
-      : heads_(q_nope.size(1)), q_nope_(q_nope), q_pe_(q_pe), ckv_(ckv_cache), kpe_(kpe_cache) {}
+  LatentSource(const Tensor& q_nope, const Tensor& q_pe, const CacheArguments& ckv, const CacheArguments& kpe)
+      : heads_(q_nope.size(1)), q_nope_(q_nope), q_pe_(q_pe), ckv_(ckv), kpe_(kpe) {
+    KVBACKEND_CHECK(ckv_.size() == q_nope.size(2) && kpe_.size() == q_pe.size(2), ckv.name, " and ", kpe.name,
+                    " hold rows of ", ckv_.size(), " and ", kpe_.size(), " numbers, q_nope and q_pe have ",
+                    q_nope.size(2), " and ", q_pe.size(2), "; they must be equal: pass the caches of this model");
+  }
 
   int64_t heads() const { return heads_; }
   int64_t kv_heads() const { return 1; }
-  int64_t dim() const { return ckv_.size + kpe_.size; }
-  int64_t value_dim() const { return ckv_.size; }
+  int64_t dim() const { return ckv_.size() + kpe_.size(); }
+  int64_t value_dim() const { return ckv_.size(); }
+  const CachedRows<T>& keys() const { return ckv_; }
+  const CachedRows<T>& values() const { return ckv_; }
   bool in_place() const { return false; }
-  bool stored() const { return true; }
+  // Where the latent has a factor, tiles must tell it from the rotary part.
+  bool stored() const { return ckv_.factored() && (!ckv_.has_factor() || ckv_.size() % 32 == 0); }
 
   template <class E>
   void load_query(int64_t token, int64_t head, E* out) const {
     q_nope_.load(token * q_nope_.first + head * q_nope_.second, out);
-    q_pe_.load(token * q_pe_.first + head * q_pe_.second, out + ckv_.size);
+    q_pe_.load(token * q_pe_.first + head * q_pe_.second, out + ckv_.size());
   }
 
   bool in_order() const { return true; }
   int64_t position(int64_t /*block*/, int64_t /*slot*/) const { return 0; }
 
   void locate(Keys& keys, int64_t n) const {
-    keys.key[n] = keys.block[n] * ckv_.first + keys.slot[n] * ckv_.second;
-    keys.value[n] = keys.block[n] * kpe_.first + keys.slot[n] * kpe_.second;
+    keys.key[n] = ckv_.offset(keys.block[n], keys.slot[n]);
+    keys.value[n] = kpe_.offset(keys.block[n], keys.slot[n]);
   }
 
-  const T* key_row(const Keys& keys, int64_t n, int64_t /*head*/) const { return ckv_.data + keys.key[n]; }
-  const T* value_row(const Keys& keys, int64_t n, int64_t /*head*/) const { return ckv_.data + keys.key[n]; }
-
   template <class E>
-  void load_key(const Keys& keys, int64_t n, int64_t /*head*/, E* out) const {
-    ckv_.load(keys.key[n], out);
-    kpe_.load(keys.value[n], out + ckv_.size);
+  void load_key(const Keys& keys, int64_t n, int64_t /*head*/, RowBuffer& buffer, E* out) const {
+    ckv_.load(keys.key[n], keys.block[n], keys.slot[n], 0, buffer, out);
+    kpe_.load(keys.value[n], keys.block[n], keys.slot[n], 0, buffer, out + ckv_.size());
   }
   template <class E>
-  void load_value(const Keys&, int64_t, int64_t, E*) const {}
+  void load_value(const Keys&, int64_t, int64_t, RowBuffer&, E*) const {}
 
   void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
-    for (int64_t n = 0; n < keys.count; ++n) ahead.add(ckv_.data + keys.key[n], ckv_.size * sizeof(T));
-    for (int64_t n = 0; n < keys.count; ++n) ahead.add(kpe_.data + keys.value[n], kpe_.size * sizeof(T));
+    for (int64_t n = 0; n < keys.count; ++n) ckv_.prefetch(keys.key[n], 0, ahead);
+    for (int64_t n = 0; n < keys.count; ++n) kpe_.prefetch(keys.value[n], 0, ahead);
   }
 
   bool bias(const Keys&, int64_t, float*) const { return false; }
 
  private:
   int64_t heads_;
-  Rows<T> q_nope_, q_pe_, ckv_, kpe_;
+  Rows<T> q_nope_, q_pe_;
+  CachedRows<T> ckv_, kpe_;
 };
 
 }  // namespace kvbackend::KVBACKEND_ISA

@@ -15,39 +15,30 @@ struct KeyExtras {
 };
 
 template <class T>
-struct Cache {  // [nb, bs, Hk, D]
-  explicit Cache(const Tensor& tensor)
-      : data(static_cast<const T*>(tensor.const_data_ptr())),
-        block(tensor.stride(0)),
-        slot(tensor.stride(1)),
-        head(tensor.stride(2)),
-        dim(tensor.stride(3)),
-        size(tensor.size(3)) {}
-
-  const T* data;
-  int64_t block, slot, head, dim, size;
-};
-
-template <class T>
 class PagedSource {
  public:
   static constexpr bool kValuesAreKeys = false;
 
   // Without value_cache, values have no dims.
-  PagedSource(const Tensor& q, const Tensor& key_cache, const std::optional<Tensor>& value_cache,
+  PagedSource(const Tensor& q, const CacheArguments& keys, const std::optional<CacheArguments>& values,
               const KeyExtras& extras)
       : q_(static_cast<const T*>(q.const_data_ptr())),
         q_token_(q.stride(0)),
         q_head_(q.stride(1)),
         q_dim_(q.stride(2)),
         heads_(q.size(1)),
-        kv_heads_(key_cache.size(2)),
-        keys_(checked(key_cache, "key_cache", q, key_cache, q.size(2))),
+        kv_heads_(keys.cache.size(2)),
+        keys_(keys),
         bias_(extras.bias) {
-    const int64_t num_blocks = key_cache.size(0), block_size = key_cache.size(1);
+    const int64_t num_blocks = keys.cache.size(0), block_size = keys.cache.size(1);
+    KVBACKEND_CHECK(keys_.size() == q.size(2), keys.name, " holds rows of ", keys_.size(), " numbers and q has ",
+                    q.size(2), " dims; they must be equal: pass the cache of this model");
     KVBACKEND_CHECK(kv_heads_ > 0 && heads_ % kv_heads_ == 0, "q has ", heads_, " heads and key_cache ", kv_heads_,
                     "; the first must be a multiple of the second: pass the heads of one rank together");
-    if (value_cache) values_.emplace(checked(*value_cache, "value_cache", q, key_cache, value_cache->size(3)));
+    if (values) {
+      expect_shape(values->cache, values->name, {num_blocks, block_size, kv_heads_, values->cache.size(3)});
+      values_.emplace(*values);
+    }
     if (extras.positions) {
       expect_shape(*extras.positions, "key_positions", {num_blocks, block_size});
       positions_.emplace(*extras.positions, "key_positions");
@@ -69,52 +60,43 @@ class PagedSource {
 
   int64_t heads() const { return heads_; }
   int64_t kv_heads() const { return kv_heads_; }
-  int64_t dim() const { return keys_.size; }
-  int64_t value_dim() const { return values_ ? values_->size : 0; }
+  int64_t dim() const { return keys_.size(); }
+  int64_t value_dim() const { return values_ ? values_->size() : 0; }
+  const CachedRows<T>& keys() const { return keys_; }
+  const CachedRows<T>& values() const { return *values_; }
 
-  bool in_place() const {
-    const bool values = !values_ || (values_->dim == 1 && values_->size % kPair == 0);
-    return stored() && keys_.dim == 1 && keys_.size % kPair == 0 && values;
-  }
-
-  bool stored() const { return !rope_; }
+  bool in_place() const { return stored() && keys_.in_place() && (!values_ || values_->in_place()); }
+  bool stored() const { return !rope_ && keys_.factored(); }
 
   template <class E>
   void load_query(int64_t token, int64_t head, E* out) const {
-    load_row(q_ + token * q_token_ + head * q_head_, q_dim_, keys_.size, out);
+    load_row(q_ + token * q_token_ + head * q_head_, q_dim_, keys_.size(), out);
   }
 
   bool in_order() const { return !positions_; }
   int64_t position(int64_t block, int64_t slot) const { return (*positions_)(block, slot); }
 
   void locate(Keys& keys, int64_t n) const {
-    keys.key[n] = keys.block[n] * keys_.block + keys.slot[n] * keys_.slot;
-    if (values_) keys.value[n] = keys.block[n] * values_->block + keys.slot[n] * values_->slot;
-  }
-
-  const T* key_row(const Keys& keys, int64_t n, int64_t head) const {
-    return keys_.data + keys.key[n] + head * keys_.head;
-  }
-  const T* value_row(const Keys& keys, int64_t n, int64_t head) const {
-    return values_->data + keys.value[n] + head * values_->head;
+    keys.key[n] = keys_.offset(keys.block[n], keys.slot[n]);
+    if (values_) keys.value[n] = values_->offset(keys.block[n], keys.slot[n]);
   }
 
   template <class E>
-  void load_key(const Keys& keys, int64_t n, int64_t head, E* out) const {
-    load_row(key_row(keys, n, head), keys_.dim, keys_.size, out);
+  void load_key(const Keys& keys, int64_t n, int64_t head, RowBuffer& buffer, E* out) const {
+    keys_.load(keys.key[n], keys.block[n], keys.slot[n], head, buffer, out);
     if constexpr (std::is_same_v<E, float>) {
       if (rope_) turn(keys.position[n], out);
     }
   }
 
   template <class E>
-  void load_value(const Keys& keys, int64_t n, int64_t head, E* out) const {
-    load_row(value_row(keys, n, head), values_->dim, values_->size, out);
+  void load_value(const Keys& keys, int64_t n, int64_t head, RowBuffer& buffer, E* out) const {
+    values_->load(keys.value[n], keys.block[n], keys.slot[n], head, buffer, out);
   }
 
   void prefetch(const Keys& keys, int64_t head, Prefetcher& ahead) const {
-    for (int64_t n = 0; n < keys.count; ++n) ahead.add(key_row(keys, n, head), keys_.size * sizeof(T));
-    for (int64_t n = 0; values_ && n < keys.count; ++n) ahead.add(value_row(keys, n, head), values_->size * sizeof(T));
+    for (int64_t n = 0; n < keys.count; ++n) keys_.prefetch(keys.key[n], head, ahead);
+    for (int64_t n = 0; values_ && n < keys.count; ++n) values_->prefetch(keys.value[n], head, ahead);
   }
 
   bool bias(const Keys& keys, int64_t head, float* out) const {
@@ -132,17 +114,10 @@ class PagedSource {
     rotate(key, cos_sin.data(), rope_->rotary_dim(), rope_interleaved_);
   }
 
-  static Cache<T> checked(const Tensor& cache, const char* name, const Tensor& q, const Tensor& key_cache,
-                          int64_t dim) {
-    expect_shape(cache, name, {key_cache.size(0), key_cache.size(1), key_cache.size(2), dim});
-    expect_dtype(cache, name, q.scalar_type());
-    return Cache<T>(cache);
-  }
-
   const T* q_;
   int64_t q_token_, q_head_, q_dim_, heads_, kv_heads_;
-  Cache<T> keys_;
-  std::optional<Cache<T>> values_;
+  CachedRows<T> keys_;
+  std::optional<CachedRows<T>> values_;
   std::optional<Ids> positions_;
   std::optional<RotaryTable> rope_;
   int64_t rope_rows_ = 0;

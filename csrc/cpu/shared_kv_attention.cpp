@@ -157,19 +157,23 @@ class ListedSource {
   bool in_order() const { return true; }
   int64_t position(int64_t /*block*/, int64_t /*slot*/) const { return 0; }
   void locate(Keys&, int64_t) const {}
-  const T* key_row(const Keys&, int64_t, int64_t) const { return nullptr; }
-  const T* value_row(const Keys&, int64_t, int64_t) const { return nullptr; }
+  const CachedRows<T>& keys() const { return none_; }
+  const CachedRows<T>& values() const { return none_; }
 
   template <class E>
   void load_query(int64_t token, int64_t head, E* out) const {
     load_row(q_ + token * q_token_ + head * q_head_, q_stride_, dim_, out);
   }
   template <class E>
-  void load_key(const Keys& keys, int64_t n, int64_t /*head*/, E* out) const {
-    rows_.load(keys.block[n], out);
+  void load_key(const Keys& keys, int64_t n, int64_t /*head*/, RowBuffer&, E* out) const {
+    if constexpr (std::is_same_v<E, exact_bf16>) {
+      rows_.load(keys.block[n], reinterpret_cast<bf16*>(out));
+    } else {
+      rows_.load(keys.block[n], out);
+    }
   }
   template <class E>
-  void load_value(const Keys&, int64_t, int64_t, E*) const {}
+  void load_value(const Keys&, int64_t, int64_t, RowBuffer&, E*) const {}
 
   void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
     for (int64_t n = 0; n < keys.count; ++n) rows_.prefetch(keys.block[n], ahead);
@@ -178,6 +182,7 @@ class ListedSource {
 
  private:
   const AllRows<T>& rows_;
+  CachedRows<T> none_;  // rows of several places are neither read in place nor have a factor
   const T* q_;
   int64_t heads_, dim_, q_token_, q_head_, q_stride_;
 };
@@ -322,7 +327,7 @@ std::tuple<Tensor, Tensor> shared_kv_attention(const Tensor& q, const Tensor& wi
     for (int64_t token = 0; token < num_tokens; ++token)
       if (counts[token]) batch.push_back({token, token, 1, counts[token], counts[token] - 1});
     const ListedSource<T> source(q, rows);
-    const Rule rule{static_cast<float>(softmax_scale), false, -1, 0.0f};
+    const LogitRule rule{static_cast<float>(softmax_scale), false, -1, 0.0f};
     const Output<T> output(q, heads, dim, std::move(sink), return_lse);
     if (heads > 0 && !batch.empty()) {
       const TurnedOutput<T> turned{output, angles, rotary_dim, dim};

@@ -79,21 +79,20 @@ class RecordSource {
   bool in_order() const { return true; }
   int64_t position(int64_t /*block*/, int64_t /*slot*/) const { return 0; }
   void locate(Keys&, int64_t) const {}
-  const T* key_row(const Keys&, int64_t, int64_t) const { return nullptr; }  // rows cannot be read in place
-  const T* value_row(const Keys&, int64_t, int64_t) const { return nullptr; }
+  const CachedRows<T>& keys() const { return none_; }
+  const CachedRows<T>& values() const { return none_; }
 
   // With T's tiles, numbers are rounded to bfloat16; exact where scales are powers of two.
   template <class E>
-  void load_key(const Keys& keys, int64_t n, int64_t /*head*/, E* out) const {
-    const auto field = [&](const Field& at) { return pages_.at(at, keys.block[n], keys.slot[n]); };
-    const e4m3* codes = reinterpret_cast<const e4m3*>(field(codes_));
-    float scales[kMostSpans];
-    scale_values_.read(field(scales_), scales);
-    for (int64_t i = 0; i < scale_values_.count(); ++i) expand(codes + i * span_, span_, scales[i], out + i * span_);
-    load_row(reinterpret_cast<const bf16*>(field(rope_)), 1, q_pe_.size, out + q_nope_.size);
+  void load_key(const Keys& keys, int64_t n, int64_t /*head*/, RowBuffer&, E* out) const {
+    if constexpr (std::is_same_v<E, exact_bf16>) {
+      read(keys, n, reinterpret_cast<bf16*>(out));
+    } else {
+      read(keys, n, out);
+    }
   }
   template <class E>
-  void load_value(const Keys&, int64_t, int64_t, E*) const {}
+  void load_value(const Keys&, int64_t, int64_t, RowBuffer&, E*) const {}
 
   void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
     for (int64_t n = 0; n < keys.count; ++n) ahead.add(pages_.row(0, keys.block[n], keys.slot[n]), bytes_);
@@ -104,8 +103,19 @@ class RecordSource {
   static constexpr int64_t kMostSpans = 16;
 
  private:
+  template <class E>
+  void read(const Keys& keys, int64_t n, E* out) const {
+    const auto field = [&](const Field& at) { return pages_.at(at, keys.block[n], keys.slot[n]); };
+    const e4m3* codes = reinterpret_cast<const e4m3*>(field(codes_));
+    float scales[kMostSpans];
+    scale_values_.read(field(scales_), scales);
+    for (int64_t i = 0; i < scale_values_.count(); ++i) expand(codes + i * span_, span_, scales[i], out + i * span_);
+    load_row(reinterpret_cast<const bf16*>(field(rope_)), 1, q_pe_.size, out + q_nope_.size);
+  }
+
   int64_t heads_;
   Rows<T> q_nope_, q_pe_;
+  CachedRows<T> none_;  // records are neither read in place nor have a factor
   const RecordPages& pages_;
   const Field &codes_, &scales_, &rope_;
   const RecordScales scale_values_;
@@ -163,7 +173,7 @@ std::tuple<Tensor, Tensor> sparse_mla_attention(const Tensor& q_nope, const Tens
     for (const Sequence& sequence : read_batch(pages, seq_lens, cu_seqlens_q, max_seqlen_q, num_tokens))
       selected.add(sequence, causal, topk, queries);
   }
-  const Rule rule{static_cast<float>(softmax_scale), false, -1, 0.0f};
+  const LogitRule rule{static_cast<float>(softmax_scale), false, -1, 0.0f};
   std::tuple<Tensor, Tensor> result;
   with_dtype(q_nope, "q_nope", [&](auto zero) {
     using T = decltype(zero);
@@ -171,7 +181,8 @@ std::tuple<Tensor, Tensor> sparse_mla_attention(const Tensor& q_nope, const Tens
       const RecordSource<T> source(q_nope, q_pe, *records, record_named(kv_format, "kv_format"));
       result = attend<T>(source, selected, rule, std::move(queries), q_nope, {}, return_lse);
     } else {
-      const LatentSource<T> source(q_nope, q_pe, ckv_cache, *kpe_cache);
+      const LatentSource<T> source(q_nope, q_pe, plain_cache(q_nope, ckv_cache, "ckv_cache"),
+                                   plain_cache(q_nope, *kpe_cache, "kpe_cache"));
       result = attend<T>(source, selected, rule, std::move(queries), q_nope, {}, return_lse);
     }
   });

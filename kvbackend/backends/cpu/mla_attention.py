@@ -3,10 +3,19 @@ from ...ops import registry
 from . import takes
 
 op = registry["mla_attention"]
-run = native.kernel(op)
+kernel = native.kernel(op)
 
 
-def unsupported(q_nope, kv_format, **_):
+def unsupported(q_nope, **_):
     yield from native.missing(op, "cpu")
     yield from takes.floats(q_nope=q_nope)
-    yield from takes.plain_formats(kv_format)
+
+
+def run(
+    q_nope, q_pe, ckv_cache, kpe_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
+    kv_format, k_scale, k_scale_cache, return_lse,
+):  # fmt: skip
+    return kernel(
+        q_nope, q_pe, ckv_cache, kpe_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
+        kv_format, k_scale, takes.scale_bytes(k_scale_cache), return_lse,
+    )  # fmt: skip

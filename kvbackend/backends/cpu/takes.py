@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import formats
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -18,12 +16,6 @@ def floats(**tensors: Any) -> Iterator[str]:
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             yield f"{name} is {tensor.dtype}; the CPU kernels take float32, bfloat16 and float16: convert it"
-
-
-def plain_formats(kv_format: str) -> Iterator[str]:
-    """The kernel reads and writes numbers, not codes."""
-    if any(side != "auto" and formats.get(side).quantized for side in formats.pair(kv_format)):
-        yield f"kv_format is {kv_format!r}; the CPU kernel takes caches without codes: auto, fp32, bf16 or fp16"
 
 
 def scale_bytes(scales: Tensor | None) -> Tensor | None:
