@@ -19,8 +19,9 @@ $(VENV)/.done: pyproject.toml setup.py ci/constraints.txt $(shell find csrc kvba
 demo: setup
 	$(BIN)/kvbackend run
 
+# A worker for each core: two threads in each of them would wait for each other.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
 check:
 	ci/check.sh

@@ -18,4 +18,4 @@ export PYTHONPATH="$PWD/$target:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 found="$("$python" -c 'import transformers; print(transformers.__version__)')"
 [ "$found" = "$version" ] || { echo "transformers is $found, not $version: is $target whole?" >&2; exit 1; }
 echo "transformers $found"
-exec "$python" -m pytest tests/integrations -q "${@:2}"
+exec env OMP_NUM_THREADS=1 "$python" -m pytest --numprocesses auto -q tests/integrations "${@:2}"
