@@ -122,5 +122,7 @@ def test_bench_keeps_where_sparse_attention_pays(
     assert [row["context"] for row in found["rows"]] == [100, 200]
     assert (found["case"]["heads"], found["case"]["topk"], found["case"]["dtype"]) == (4, 8, "float32")
     assert [file.name for file in (tmp_path / "kvbackend").iterdir()] == ["crossover.json"]
+    assert run("bench", "--crossover", "--shape", "8/3/16", "--contexts", "512") == 2
+    assert "heads is 8 with 3 kv heads" in capsys.readouterr().err
     assert run("bench", "--crossover", "--shape", "4/2") == 2
     assert "--shape is '4/2'; it must be 3 numbers" in capsys.readouterr().err

@@ -273,6 +273,8 @@ def test_chat_template(run, folder, tmp_path):
         (["--evict", "h2o:8:recent=x"], "recent is 'x' in evict"),
         (["--evict", "h2o:8", "--keep-recent", "4"], "give one of the two"),
         (["--sparse-topk", "8/4/2"], "topk has 3 entries; the number of entries must divide the 2 layers"),
+        (["--sparse-from", "4"], "--sparse-from is given without --sparse-topk"),
+        (["--kv-format", "int8,recent=2", "--keep-recent", "4"], "sets recent twice"),
         (["--sparse-reselect", "4"], "reselect without topk"),
         (["--sparse-topk", "8", "--evict", "h2o:8"], "sparse is given with evict"),
         (["--keep-recent", "-1"], "-1 must be 0 or more"),

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ArgumentError
 from .layers import GqaLayer
 from .paged import PagedCache
 from .sparse import SparseAttention, Sparsity
@@ -97,6 +98,11 @@ def measure(
 ) -> tuple[Case, list[Row]]:
     """Time dense and sparse decode steps beside each other, in alternating order, at each context."""
     contexts, block_size = sorted(contexts), 16
+    if heads % layer.kv_heads:
+        raise ArgumentError(
+            f"heads is {heads} with {layer.kv_heads} kv heads; the first must be a multiple of the second: pass the "
+            f"shape of one layer"
+        )
     blocks = -(-(contexts[-1] + ROUNDS + 1) // block_size)
     cache = PagedCache([layer], blocks, block_size, dtype, device, kv_format=kv_format)
     sparse = SparseAttention(cache, sparsity, timed=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import formats, ops
 from ..errors import ArgumentError
-from ..ops import _math
+from ..ops import _checks, _math
 
 if TYPE_CHECKING:
     from .layers import GqaPages
@@ -30,8 +30,10 @@ def write(pages: GqaPages, slot_mapping: Tensor, key: Tensor, value: Tensor) -> 
     """Write rows [T, kv_heads, dim] whose keys are KIVI's: whole groups of keys, and all values.
 
     A group of keys is written where the call has all of it, in order; those in blocks kept in full precision are left
-    out. On the CPU, keys that are in neither raise ArgumentError before any write.
+    out. On the CPU, keys that are in neither, and slots outside the cache, raise ArgumentError before any write.
     """
+    _need_rows(pages, slot_mapping, key, value)
+    key, value = key[: len(slot_mapping)], value[: len(slot_mapping)]
     key_format, _ = formats.pair(pages.kv_format)
     group = formats.get(key_format).group
     assert group is not None
@@ -83,6 +85,15 @@ def _whole_groups(slots: Tensor, in_full: Tensor, group: int) -> tuple[Tensor, T
     begins &= (last < count) & (breaks[last.clamp(max=count - 1)] == breaks)
     first = torch.where(begins, torch.arange(count, device=slots.device), count).sort().values[:wanted]
     return begins, first
+
+
+def _need_rows(pages: GqaPages, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
+    """What reshape_and_cache checks, of rows that have codes in one place and themselves in another."""
+    assert pages.full is not None
+    op = ops.get("reshape_and_cache")
+    op.validate(op.bind((key, value), {"slot_mapping": slot_mapping, **pages.full.pages.arguments}))
+    if slot_mapping.device.type == "cpu":
+        _checks.slots_within("slot_mapping", slot_mapping, pages.key_cache)
 
 
 def _need_all_written(slots: Tensor, in_full: Tensor, begins: Tensor, group: int) -> None:

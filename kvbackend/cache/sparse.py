@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import formats, ops
 from ..errors import ArgumentError
+from .kivi import is_kivi
 from .layers import GqaLayer, GqaPages
 from .paged import PagedCache
 
@@ -63,7 +64,7 @@ class Sparsity:
         """topk of a layer; raises ArgumentError for a rule that does not give a count of 1 or more."""
         if callable(self.topk):
             count = self.topk(layer)
-        elif isinstance(self.topk, int):
+        elif not isinstance(self.topk, Sequence):
             count = self.topk
         else:
             if len(self.topk) != num_layers:
@@ -71,8 +72,8 @@ class Sparsity:
                     f"topk has {len(self.topk)} entries for {num_layers} layers; a list has one for each: pass as many"
                 )
             count = self.topk[layer]
-        if count < 1:
-            raise ArgumentError(f"topk is {count} in layer {layer}; it must be 1 or more: pass a count of tokens")
+        if not isinstance(count, int) or count < 1:
+            raise ArgumentError(f"topk is {count!r} in layer {layer}; it must be 1 or more: pass a count of tokens")
         return count
 
 
@@ -136,6 +137,12 @@ class SparseAttention:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._known: dict[int, _Known] = {}
         self._crossovers: dict[tuple[int, int], tuple[int, str]] = {}  # by layer and query heads
+        for name in cache.kv_formats:
+            if is_kivi(formats.pair(name)[0]):
+                raise ArgumentError(
+                    f"cache has kv_format {name!r}, whose keys share scales across tokens; sparse attention reads "
+                    f"single tokens: choose a format with scales per token, such as fp4_e2m1 or int8"
+                )
         if cache.kept is not None:
             raise ArgumentError(
                 "cache keeps recent or first tokens in full precision beside their codes; sparse attention reads one "
@@ -181,6 +188,14 @@ class SparseAttention:
 
         q   [T, H, D], T being sum(q_lens)
         """
+        if not 0 <= layer < len(self.topk):
+            raise ArgumentError(f"layer is {layer}; the cache has {len(self.topk)}: pass an index below that")
+        kv_heads = self.cache.layers[layer].caches[0].shape[2]
+        if q.shape[1] % kv_heads:
+            raise ArgumentError(
+                f"q has {q.shape[1]} heads and layer {layer} has {kv_heads} kv heads; the first must be a multiple of "
+                f"the second: pass the heads of one rank together"
+            )
         outs, lses = [], []
         for seq, count, queries in zip(seqs, q_lens, q.split(list(q_lens)), strict=True):
             if count == 0:
@@ -252,7 +267,7 @@ class SparseAttention:
         """What to do if choosing takes too much of the time; None if it does not, or nothing was timed."""
         total = sum(self.seconds.values())
         share = 1 - self.seconds["attention"] / total if total else 0.0
-        if share <= _LIMIT:
+        if share <= _LIMIT or not self.seconds["top_k"]:  # without a choice, only pages were learnt
             return None
         return (
             f"choosing tokens takes {share:.0%} of the attention time (index {self.seconds['index']:.3f} s, top-k "
@@ -497,9 +512,9 @@ class _RowView:
             block_table=flat,
             cu_seqlens=torch.tensor([0, flat.shape[1]], dtype=torch.int32, device=rows.device),
             num_tokens=flat.shape[1],
-            out_format="fp32",
+            out_format="auto",  # the cache's dtype, and float32 for codes
         )
-        return found.reshape(*rows.shape, -1)
+        return found.float().reshape(*rows.shape, -1)
 
 
 def _steps(tensor: Tensor) -> tuple[int, int, int]:

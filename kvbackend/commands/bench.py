@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from typing import Any
 
 from ..errors import ArgumentError
 from ._output import print_json, print_table
@@ -100,8 +101,9 @@ def crossover(args: argparse.Namespace) -> int:
     crossover.save(case, rows)
     tokens = crossover.crossover(rows)
     if args.json:
-        found = {"case": asdict(case), "rows": [asdict(row) for row in rows]}
-        print_json("bench", {"machine": case.device, "crossover": found | {"tokens": tokens}})
+        found: dict[str, Any] = {"case": asdict(case), "rows": [asdict(row) for row in rows]}
+        found["tokens"] = None if tokens == crossover.NEVER else tokens
+        print_json("bench", {"machine": case.device, "crossover": found})
         return 0
     shown = [
         (row.context, f"{row.dense_us:.0f}", f"{row.sparse_us:.0f}", f"{row.sparse_us / row.dense_us:.2f}",

@@ -134,6 +134,8 @@ def main(args: argparse.Namespace) -> int:
     named = {f"--{name.replace('_', '-')}": getattr(args, name) for name in SCHEME_OPTIONS}
     profile.alone(args.profile, [name for name, value in named.items() if value])
     scheme = parse(given.scheme if given else scheme_of(args))
+    if args.sparse_from is not None and not scheme.topk:
+        raise ArgumentError("--sparse-from is given without --sparse-topk; it says where choosing begins: add it")
     if args.block_size and args.block_size > MAX_BLOCK_SIZE:
         raise ArgumentError(
             f"--block-size is {args.block_size}; a page holds 1 to {MAX_BLOCK_SIZE} tokens: pass 16, 64 or 256"

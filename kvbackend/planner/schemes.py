@@ -123,12 +123,20 @@ def parse(text: str) -> Scheme:
         _check_format(name)
     found: dict[str, object] = {"key": key, "value": value or None, "index": index or None}
     by_layer = []
+    names = [setting.partition("=")[0].strip() for setting in settings]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ArgumentError(f"the scheme {text!r} sets {twice[0]} twice; a setting has one value: leave one out")
     for setting in settings:
         name, equals, given = (part.strip() for part in setting.partition("="))
         if not equals or not given:
             raise ArgumentError(f"the scheme {text!r} has {setting!r}; a setting is NAME=VALUE: write {_settings()}")
         if span := re.fullmatch(r"(\d+)(?:-(\d+))?", name):
             _check_format(given)
+            if span[2] and int(span[2]) < int(span[1]):
+                raise ArgumentError(
+                    f"the scheme {text!r} names layers {name}; a range goes from its first to its last layer: write "
+                    f"{span[2]}-{span[1]}"
+                )
             by_layer.append((int(span[1]), int(span[2] or span[1]), given))
         elif name == "evict":
             found["evict"] = evict = parse_eviction(given)

@@ -162,6 +162,31 @@ def test_keys_that_no_call_holds_in_whole_groups_are_refused() -> None:
     assert all(map(torch.equal, snapshot(cache), before))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda call: dict(key=call["key"][:, :1], value=call["value"][:, :1]), "Hk"),
+        (lambda call: dict(key=call["key"].bfloat16(), value=call["value"].bfloat16()), "torch.bfloat16"),
+        (lambda call: dict(key=call["key"][:50]), "T = "),
+        (lambda call: dict(value=call["value"][..., :32]), "value"),
+        (lambda call: dict(slot_mapping=call["slot_mapping"].float()), "slot_mapping is torch.float32"),
+        (lambda call: dict(slot_mapping=call["slot_mapping"] + 16 * BLOCK), "slot_mapping"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_before_any_write(change: Any, message: str) -> None:
+    cache = made()
+    seq = cache.new_sequence()
+    key, value = layer_rows(cache, 0, [*range(200)])
+    call = dict(slot_mapping=cache.append(seq, 200), key=key, value=value)
+    full = cache.layers[0].full
+    assert full is not None
+    before = [*snapshot(cache), *(tensor.clone().view(torch.uint8) for tensor in full.pages.tensors)]
+    with pytest.raises(ArgumentError, match=message):
+        cache.layers[0].write(**{**call, **change(call)})
+    after = [*snapshot(cache), *(tensor.view(torch.uint8) for tensor in full.pages.tensors)]
+    assert all(map(torch.equal, after, before))
+
+
 def test_bytes_count_codes_and_the_open_block() -> None:
     cache = made(keep_blocks=3, dtype=torch.bfloat16)
     codes, scales = 2 * 2 * 32, 2 * 2 * (64 // 32) * 4  # of a token: keys and values

@@ -302,12 +302,15 @@ def test_stages_are_timed_and_advice_given() -> None:
     assert "choosing tokens takes 40% of the attention time" in (sparse.advice() or "")
     sparse.seconds["attention"] = 100.0
     assert sparse.advice() is None
+    sparse.seconds = {"index": 3.0, "top_k": 0.0, "attention": 1.0}  # all dense: nothing was chosen
+    assert sparse.advice() is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (dict(topk=0), "topk is 0 in layer 0; it must be 1 or more"),
+        (dict(topk=8.5), "topk is 8.5 in layer 0"),
         (dict(topk=[8, 8]), "topk has 2 entries for 1 layers"),
         (dict(topk=lambda layer: layer), "topk is 0 in layer 0"),
         (dict(topk=8, sinks=-1), "sinks is -1"),
@@ -327,10 +330,21 @@ def test_rules_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
     [
         (MlaLayer(32, 8), {}, "cache has MlaLayers.*sparse_mla_attention"),
         (LAYER, dict(kv_format="int8", keep_recent=4), "cache keeps recent or first tokens in full precision"),
+        (LAYER, dict(kv_format="int4:32"), "cache has kv_format 'int4:32', whose keys share scales"),
         (LAYER, dict(kv_format="fp8_e4m3:head"), "with static scales per head"),
         (LAYER, dict(kv_format="int8", layout="HND"), "in 2 ways.*make the cache with layout='NHD'"),
     ],
 )
 def test_caches_that_it_cannot_read(layer: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        SparseAttention(PagedCache([layer], 4, 16, torch.float32, **options), Sparsity(8))
+        SparseAttention(PagedCache([layer], 4, 32, torch.float32, **options), Sparsity(8))
+
+
+def test_queries_that_do_not_fit() -> None:
+    sparse = made(Sparsity(8))
+    seq = sparse.cache.new_sequence()
+    feed(sparse, seq, *rows(20)[1:])
+    with pytest.raises(ArgumentError, match="q has 3 heads and layer 0 has 2 kv heads"):
+        sparse.attend(0, torch.zeros(1, 3, 32), [seq], [1], SCALE)
+    with pytest.raises(ArgumentError, match="layer is 1; the cache has 1"):
+        sparse.attend(1, torch.zeros(1, 4, 32), [seq], [1], SCALE)

@@ -71,6 +71,8 @@ def test_parse(text: str, scheme: Scheme) -> None:
         ("bf16,evict=h2o:64,keep=64", ("keep and evict",)),
         ("bf16,scales=max", ("'max'", "scales=amax")),
         ("bf16,rank=8/0", ("'0'",)),
+        ("bf16,7-0=int8", ("7-0", "write 0-7")),
+        ("bf16,recent=1,recent=2", ("sets recent twice",)),
         ("bf16,topk=0", ("'0'", "from 1")),
         ("bf16,reselect=4", ("reselect without topk",)),
         ("bf16,0-3=fp9", ("'fp9'",)),
