@@ -12,14 +12,18 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("transformers.models.deepseek_v4", reason="this transformers has no deepseek_v4")
 
+import transformers
 from transformers import DynamicCache
 
 from kvbackend import ArgumentError, UnsupportedError, backends, use
 from kvbackend.cache import OutOfBlocks, dsa, shared_kv
 from kvbackend.cache import layers as mla_layers
-from kvbackend.integrations.transformers import SparseCache, new_cache, patch, unpatch
+from kvbackend.integrations.transformers import SparseCache, families, new_cache, patch, unpatch
 
 from .models import MODELS, NEW_TOKENS, build, cache_of, generate, prompt
+
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < families.TESTED
+pytestmark = pytest.mark.skipif(OLD, reason=f"sparse models are refused on transformers {transformers.__version__}")
 
 _DSA = dict(MODELS["deepseek v3"][1], index_n_heads=32, index_head_dim=8, index_topk=6)
 _CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
