@@ -29,6 +29,8 @@ COMMON_FLAGS = [
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # for the files that register such a variant
+if os.environ.get("KVBACKEND_EMULATE_TILES"):
+    AMX.append("-DKVBACKEND_EMULATED_TILES")  # for tests only: see ci/amx_emulated.sh
 # plain first: where the linker meets one inline function several times it keeps the first, which every CPU can run
 VARIANTS = {"plain": [], "avx2": AVX2, "avx512": AVX512, "amx": AMX} if X86 else {"plain": []}
 
@@ -48,7 +50,8 @@ def cpu_library(build: Path, target: Path) -> None:
         write_if_changed(build / name, table)
     includes = [f"-I{path}" for path in (build, *torch_includes())]
     common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if X86 else [])]
-    jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain"])]
+    emulated = [flag for flag in AMX if "EMULATED" in flag]
+    jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain", *emulated])]
     for variant, flags in VARIANTS.items():
         registers = ["-DKVBACKEND_REGISTERS"] if variant == "plain" else []
         for path in ops:

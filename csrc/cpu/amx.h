@@ -6,6 +6,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "simd.h"
 
 namespace kvbackend::KVBACKEND_ISA {
@@ -14,6 +16,37 @@ constexpr int64_t kSide = 16;                     // rows of a tile, and columns
 constexpr int64_t kDepth = 32;                    // what is summed over
 constexpr int64_t kTileNumbers = kSide * kDepth;  // bf16 numbers of a tile
 
+#ifdef KVBACKEND_EMULATED_TILES  // ci/amx_emulated.sh: the same loops over tiles in memory, where the CPU has none
+struct TileScope {
+  TileScope() {}
+  ~TileScope() {}
+};
+inline thread_local uint8_t tiles_in_memory[8][kSide][64];
+
+template <int kTo>
+void tile_zero() {
+  std::memset(tiles_in_memory[kTo], 0, sizeof tiles_in_memory[kTo]);
+}
+template <int kTo>
+void tile_load(const void* from, int64_t row_bytes) {
+  for (int row = 0; row < kSide; ++row)
+    std::memcpy(tiles_in_memory[kTo][row], static_cast<const char*>(from) + row * row_bytes, 64);
+}
+template <int kFrom>
+void tile_store(void* to, int64_t row_bytes) {
+  for (int row = 0; row < kSide; ++row)
+    std::memcpy(static_cast<char*>(to) + row * row_bytes, tiles_in_memory[kFrom][row], 64);
+}
+template <int kC, int kA, int kB>
+void tile_multiply() {
+  auto* c = reinterpret_cast<float (*)[kSide]>(tiles_in_memory[kC]);
+  auto* a = reinterpret_cast<const bf16(*)[kDepth]>(tiles_in_memory[kA]);
+  auto* b = reinterpret_cast<const bf16(*)[kDepth]>(tiles_in_memory[kB]);
+  for (int m = 0; m < kSide; ++m)
+    for (int k = 0; k < kDepth; ++k)
+      for (int n = 0; n < kSide; ++n) c[m][n] += to_float(a[m][k]) * to_float(b[k / 2][2 * n + k % 2]);
+}
+#else
 // Tiles are configured, for this thread, while one of these lives.
 class TileScope {
  public:
@@ -51,6 +84,7 @@ template <int kC, int kA, int kB>
 void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
+#endif
 
 // function(std::integral_constant<int, 0>), ..., < kCount: a loop over tile numbers.
 template <int kCount, class F>

@@ -17,10 +17,12 @@ namespace {
 
 #if defined(KVBACKEND_X86)
 // Linux gives AMX's tiles to a process that asks for them.
-bool tiles_granted() {
-#if defined(__linux__)
+bool has_tiles(const CpuFeatures& cpu) {
+#if defined(KVBACKEND_EMULATED_TILES)
+  return true;  // in memory: amx.h
+#elif defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return cpu.amx_bf16 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif
@@ -30,7 +32,7 @@ bool tiles_granted() {
 Isa best() {
 #if defined(KVBACKEND_X86)
   const CpuFeatures cpu = cpu_features();
-  if (cpu.amx_bf16 && cpu.avx512_bf16 && tiles_granted()) return Isa::amx;
+  if (cpu.avx512_bf16 && has_tiles(cpu)) return Isa::amx;
   if (cpu.avx512) return Isa::avx512;
   if (cpu.avx2) return Isa::avx2;
 #endif
