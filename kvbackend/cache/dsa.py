@@ -49,12 +49,12 @@ class DsaLayer(MlaLayer):
         scales: Scales | None = None,
     ) -> DsaPages:
         """Pages that are not initialized; those of index keys are dense in each layout."""
-        rows = super().allocate(num_blocks, block_size, dtype, device, layout, kv_format, scales)
         if kv_format != "auto":
             raise ArgumentError(
                 f"kv_format is {kv_format!r}; sparse_mla_attention reads latents as they are, or records, which "
                 f"PagedCache does not have: pass 'auto'"
             )
+        rows = super().allocate(num_blocks, block_size, dtype, device, layout, kv_format, scales)
         keys = None
         if self.index_dim and self.index_format == "auto":
             keys = empty_pages(num_blocks, block_size, self.index_dim, dtype=dtype, device=device)

@@ -26,38 +26,21 @@ MIN_BLOCKS = 16  # of a pool that grows
 HANDLE = "_kvbackend_layer"  # attribute of a key tensor: the layer that its rows belong to
 
 
-class PagedLayer(CacheLayerMixin):
-    """One layer of a PagedCache, as transformers sees it. It only counts; pages belong to the cache."""
+class CountingLayer(CacheLayerMixin):
+    """One layer of a cache, as transformers sees it. It counts tokens, padding included; pages belong to the cache."""
 
     _layer_type = None  # transformers registers subclasses by this
     is_sliding = False  # windows are an argument of the op: all layers hold all tokens
     is_compileable = False
+    is_croppable = True
 
-    def __init__(self, owner: PagedCache, index: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.owner = owner
-        self.is_croppable = owner.options.evict is None
-        self.index = index
-        self.length = 0  # tokens, padding included
+        self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to allocate: pages come with the first forward's mask."""
+        """Nothing to allocate: pages come with the first forward."""
         self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Count the new rows and return them; the attention function stores them."""
-        self.lazy_initialization(key_states, value_states)
-        new = key_states.shape[-2]
-        others = self.owner.layers if self.index == 0 else self.owner.layers[:1]
-        expected = self.length + (new if self.index else 0)
-        if any(layer.length != expected for layer in others):
-            raise RuntimeError(
-                f"layer {self.index} holds {self.length} tokens, another layer not; an earlier forward on this cache "
-                f"failed half-way: call reset() on the cache, or make a new one"
-            )
-        self.length += new
-        setattr(key_states, HANDLE, self)
-        return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that the mask covers, and the first of them."""
@@ -73,9 +56,36 @@ class PagedLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refused."""
-        raise ArgumentError("offload is asked of a PagedCache; its pages stay on their device: use another cache")
+        raise ArgumentError(
+            "offload is asked of a cache of kvbackend; its pages stay on their device: use another cache"
+        )
 
     prefetch = offload
+
+
+class PagedLayer(CountingLayer):
+    """One layer of a PagedCache."""
+
+    def __init__(self, owner: PagedCache, index: int) -> None:
+        super().__init__()
+        self.owner = owner
+        self.is_croppable = owner.options.evict is None
+        self.index = index
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Count the new rows and return them; the attention function stores them."""
+        self.lazy_initialization(key_states, value_states)
+        new = key_states.shape[-2]
+        others = self.owner.layers if self.index == 0 else self.owner.layers[:1]
+        expected = self.length + (new if self.index else 0)
+        if any(layer.length != expected for layer in others):
+            raise RuntimeError(
+                f"layer {self.index} holds {self.length} tokens, another layer not; an earlier forward on this cache "
+                f"failed half-way: call reset() on the cache, or make a new one"
+            )
+        self.length += new
+        setattr(key_states, HANDLE, self)
+        return key_states, value_states
 
 
 @dataclass

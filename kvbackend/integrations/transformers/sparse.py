@@ -13,50 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from ...errors import ArgumentError
-from .cache import MIN_BLOCKS
+from .cache import MIN_BLOCKS, CountingLayer
 from .families import Family, Tables
 
 
-class SparseLayer(CacheLayerMixin):
-    """One layer of a SparseCache, as transformers sees it: a counter of tokens, padding included."""
-
-    _layer_type = None  # transformers registers subclasses by this
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to allocate: pages belong to the cache."""
-        self.is_initialized = True
+class SparseLayer(CountingLayer):
+    """One layer of a SparseCache."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refused: only the forward of a patched module stores."""
         raise ArgumentError("a SparseCache is given to a model that is not patched; call patch(model) first")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that the mask covers, and the first of them."""
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens in the layer, padding included."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """No limit of its own."""
-        return -1
-
-    def offload(self) -> None:
-        """Refused."""
-        raise ArgumentError("offload is asked of a SparseCache; its pages stay on their device: use another cache")
-
-    prefetch = offload
 
 
 @dataclass
