@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from ..profile import write_whole
 from .layers import GqaLayer
 from .paged import PagedCache
 from .sparse import SparseAttention, Sparsity
@@ -168,9 +168,7 @@ def save(case: Case, rows: Iterable[Row]) -> None:
     entries.append({"case": asdict(case), **figures})
     target = path()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
-        json.dump({"schema": SCHEMA, "entries": entries}, file, indent=1)
-    os.replace(file.name, target)
+    write_whole(target, json.dumps({"schema": SCHEMA, "entries": entries}, indent=1).encode())
 
 
 def dense_below(case: Case) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -264,7 +265,7 @@ class GqaPages:
         codes, scales = ops.quantize_kv(rows, name, **given, role=("key", "value")[side])
         return [(cache, codes)] if scale_cache is None else [(cache, codes), (scale_cache, scales)]
 
-    @property
+    @cached_property  # asked at every write
     def key_groups(self) -> bool:
         """Whether keys share scales across tokens, and are coded in whole groups."""
         return kivi.is_kivi(formats.pair(self.kv_format)[0])
