@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvbackend import native
 
@@ -38,6 +39,12 @@ def run_on_isa(wanted: str, code: str) -> None:
 def assert_isa(wanted: str) -> None:
     """The loaded library chose what was asked for."""
     assert native.library("cpu").isa == wanted, f"asked for {wanted}, the library chose {native.library('cpu').isa}"
+
+
+def assert_equal(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    """To the bit; NaN equals itself."""
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def call(

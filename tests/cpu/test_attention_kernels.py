@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kvbackend import ArgumentError, native
 from kvbackend.matrix import DTYPES, TOLERANCES, difference, in_float64
 from kvbackend.ops import registry
 
-from .common import assert_isa, call, run_on_isa
+from .common import assert_equal, assert_isa, call, run_on_isa
 
 NAMES = ("paged_attention", "mla_attention")
 EVERY_OP = pytest.mark.parametrize("name", NAMES)
@@ -33,11 +34,6 @@ def reference(name: str, **args: Any) -> tuple[Tensor, Tensor]:
 def assert_close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], message: str = "", factor: float = 1) -> None:
     for what, a, b in zip(("out", "lse"), got, want, strict=True):
         assert difference(a, b) <= TOLERANCES[b.dtype] * factor, f"{message} {what}: {difference(a, b)}"
-
-
-def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def queries(name: str) -> tuple[str, ...]:
@@ -81,17 +77,15 @@ def test_every_instruction_set_equals_the_reference(wanted: str) -> None:
 
 @EVERY_OP
 @EVERY_DTYPE
-def test_the_number_of_threads_changes_no_bit(name: str, dtype: torch.dtype) -> None:
+def test_the_number_of_threads_changes_no_bit(
+    name: str, dtype: torch.dtype, set_threads: Callable[[int], None]
+) -> None:
     args = call(name, [1, 5, 150], [3000, 700, 200], dtype, heads=16)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = kernel(name, **args)
-        for threads in (2, 3, 16):
-            torch.set_num_threads(threads)
-            assert_equal(kernel(name, **args), alone)
-    finally:
-        torch.set_num_threads(before)
+    set_threads(1)
+    alone = kernel(name, **args)
+    for threads in (2, 3, 16):
+        set_threads(threads)
+        assert_equal(kernel(name, **args), alone)
 
 
 @EVERY_OP

@@ -6,7 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -127,19 +127,15 @@ def test_a_minimum_of_zero_has_no_sign(role: str, dtype: torch.dtype) -> None:
         assert torch.equal(raw(got[1]), raw(want[1]))
 
 
-def test_a_maximum_over_all_tokens_does_not_depend_on_threads() -> None:
+def test_a_maximum_over_all_tokens_does_not_depend_on_threads(set_threads: Callable[[int], None]) -> None:
     x = torch.randn(4099, 3, 40, generator=torch.Generator().manual_seed(2)).bfloat16()
-    threads = torch.get_num_threads()
-    try:
-        for name in ("fp8_e4m3", "fp8_e5m2:head", "fp8_e4m3:channel"):
-            with use("cpu"):
-                torch.set_num_threads(1)
-                one = quantize_kv(x, name)
-                torch.set_num_threads(3)
-                three = quantize_kv(x, name)
-            want = codecs.encode(x, name)
-            for a, b, c in zip(one, three, want, strict=True):
-                assert torch.equal(raw(a), raw(b))
-                assert torch.equal(raw(a), raw(c))
-    finally:
-        torch.set_num_threads(threads)
+    for name in ("fp8_e4m3", "fp8_e5m2:head", "fp8_e4m3:channel"):
+        with use("cpu"):
+            set_threads(1)
+            one = quantize_kv(x, name)
+            set_threads(3)
+            three = quantize_kv(x, name)
+        want = codecs.encode(x, name)
+        for a, b, c in zip(one, three, want, strict=True):
+            assert torch.equal(raw(a), raw(b))
+            assert torch.equal(raw(a), raw(c))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -191,17 +192,13 @@ def test_options_hold_across_tasks(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scores_depend_on_their_own_sequence_alone(dtype: torch.dtype) -> None:
+def test_scores_depend_on_their_own_sequence_alone(dtype: torch.dtype, set_threads: Callable[[int], None]) -> None:
     q_lens = [1, 4, 90]
     args = scoring(q_lens, [1500, 600, 400], dtype)
     together = kernel_sums(args)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 16):
-            torch.set_num_threads(threads)
-            assert torch.equal(kernel_sums(args), together)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 16):
+        set_threads(threads)
+        assert torch.equal(kernel_sums(args), together)
     for i, first in enumerate((0, 1, 5)):
         own = {key: args[key][i : i + 1] for key in ("block_table", "seq_lens", "scores")}
         own |= dict(q=args["q"][first : first + q_lens[i]], cu_seqlens_q=torch.tensor([0, q_lens[i]]).int())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kvbackend.codecs import pack_record
 from kvbackend.matrix import DTYPES, TOLERANCES, difference, run_cell
 from kvbackend.ops import registry
 
-from .common import assert_isa, run_on_isa, run_python
+from .common import assert_equal, assert_isa, run_on_isa, run_python
 from .test_attention_kernels import guarded
 
 INDEXERS = ("indexer_logits", "lightning_indexer", "candidate_blocks")
@@ -32,11 +33,6 @@ def kernel(name: str, **args: Any) -> tuple[Tensor, ...]:
     assert native.library("cpu").reason is None
     result = native.kernel(registry[name])(*registry[name].bind((), args).values())
     return result if isinstance(result, tuple) else (result,)
-
-
-def assert_equal(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def call(
@@ -116,17 +112,15 @@ def test_every_instruction_set_equals_the_reference(wanted: str) -> None:
 
 @PAGED
 @EVERY_DTYPE
-def test_the_number_of_threads_changes_no_bit(name: str, dtype: torch.dtype) -> None:
+def test_the_number_of_threads_changes_no_bit(
+    name: str, dtype: torch.dtype, set_threads: Callable[[int], None]
+) -> None:
     args = call(name, [1, 5, 30], [3000, 700, 200], dtype)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = kernel(name, **args)
-        for threads in (2, 3, 16):
-            torch.set_num_threads(threads)
-            assert_equal(kernel(name, **args), alone)
-    finally:
-        torch.set_num_threads(before)
+    set_threads(1)
+    alone = kernel(name, **args)
+    for threads in (2, 3, 16):
+        set_threads(threads)
+        assert_equal(kernel(name, **args), alone)
 
 
 @PAGED
