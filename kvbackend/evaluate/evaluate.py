@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import texts
+from ..codecs.split import STATIC
 from ..errors import ArgumentError
 from ..integrations.transformers import new_cache, patch, unpatch
 from ..integrations.transformers.patching import cache_argument
@@ -27,7 +28,6 @@ SWEEP = {
     "fp8_e4m3": ("tensor", "head", "channel", "token_head", "128", "64", "32", "16"),
     "fp4_e2m1": ("tensor", "channel", "128", "64", "32", "16"),
 }
-STATIC = ("tensor", "head", "channel")  # whose scales come from a calibration text
 
 Step = Callable[[str, int, int], None]  # told the scheme, the tokens done and their number
 
