@@ -39,17 +39,18 @@ def main(args: argparse.Namespace) -> int:
         return crossover(args)
     import torch
 
-    from .. import bench, bench_formats, bench_sparse
+    from ..bench import codes, ops, sparse
+    from ..bench.limits import limits, machine
     from ..ops import get, registry
 
     chosen = [get(name).name for name in args.ops] or sorted(registry)
-    found = bench.op_times(chosen)
+    found = ops.op_times(chosen)
     if not args.ops:
-        found = bench.dispatch_overhead() + found
-    found += bench_formats.format_times(chosen) + bench_sparse.sparse_times(chosen)
-    machine, limits = bench.machine(), bench.limits()
+        found = ops.dispatch_overhead() + found
+    found += codes.format_times(chosen) + sparse.sparse_times(chosen)
+    here, at_most = machine(), limits()
     if args.json:
-        document = dict(machine=machine, threads=torch.get_num_threads(), limits=limits)
+        document = dict(machine=here, threads=torch.get_num_threads(), limits=at_most)
         print_json("bench", document | {"results": [result.to_dict() for result in found]})
         return 0
     rows = [
@@ -81,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     )
     print_table(titles, rows)
     print(
-        f"{machine}; read {limits['read_gbs']} GB/s, copy {limits['copy_gbs']} GB/s; bfloat16, cache-warm but for "
+        f"{here}; read {at_most['read_gbs']} GB/s, copy {at_most['copy_gbs']} GB/s; bfloat16, cache-warm but for "
         f"rows with GB/s"
     )
     return 0

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import formats
-from .bench import ROUNDS, Result, in_turn, interleaved, result_of
-from .codecs import split
-from .dispatch import use
-from .native import missing
-from .ops import registry
-from .ops._samples import Maker
-from .ops.quantize_kv import every_format
+from .. import formats
+from ..codecs import split
+from ..dispatch import use
+from ..native import missing
+from ..ops import registry
+from ..ops._samples import Maker
+from ..ops.quantize_kv import every_format
+from .timing import ROUNDS, Result, in_turn, interleaved, result_of
 
 TOKENS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8192, 8, 128, 16
 INPUTS = 4  # 16 MiB of rows each

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbackend import backends, bench_formats, formats
+from kvbackend import backends, formats
+from kvbackend.bench import codes
 from kvbackend.ops._samples import Maker
 from kvbackend.ops.quantize_kv import every_format
 
@@ -16,13 +17,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_formats, "TOKENS", 128)
-    monkeypatch.setattr(bench_formats, "interleaved", lambda candidates, rounds: {name: [1e3] for name in candidates})
+    monkeypatch.setattr(codes, "TOKENS", 128)
+    monkeypatch.setattr(codes, "interleaved", lambda candidates, rounds: {name: [1e3] for name in candidates})
 
 
 def test_every_format_and_op_is_measured() -> None:
-    found = bench_formats.format_times(["absorb_q", *bench_formats.CASES])
-    assert {result.op for result in found} == set(bench_formats.CASES)
+    found = codes.format_times(["absorb_q", *codes.CASES])
+    assert {result.op for result in found} == set(codes.CASES)
     for op in ("quantize_kv", "dequantize_kv"):
         measured = [result.kv_format for result in found if result.op == op]
         assert measured == [name for name, _ in every_format() if formats.get(name).quantized]
@@ -33,16 +34,16 @@ def test_every_format_and_op_is_measured() -> None:
 
 
 def test_ops_without_cases_are_not_measured() -> None:
-    assert bench_formats.format_times(["absorb_q"]) == []
+    assert codes.format_times(["absorb_q"]) == []
 
 
 def test_bytes_are_those_of_rows_codes_and_scales() -> None:
     rows = 128 * 8 * 128 * 2
     make = Maker(torch.device("cpu"), torch.bfloat16)
     for op in ("quantize_kv", "dequantize_kv"):
-        moved = {case.kv_format: case.moved_bytes for case in bench_formats.CASES[op](make)}
+        moved = {case.kv_format: case.moved_bytes for case in codes.CASES[op](make)}
         assert moved["int8:token_head"] == rows + rows // 2 + 128 * 8 * 4
         assert moved["mxfp4:32"] == rows + rows // 4 + rows // 2 // 32
         assert moved["fp8_e4m3:tensor"] == rows + rows // 2 + 4
-    moved = {case.kv_format: case.moved_bytes for case in bench_formats.CASES["reshape_and_cache"](make)}
+    moved = {case.kv_format: case.moved_bytes for case in codes.CASES["reshape_and_cache"](make)}
     assert moved["nvfp4"] == 2 * (rows + rows // 4 + rows // 2 // 16)

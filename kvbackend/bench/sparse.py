@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bench import ROUNDS, Result, in_turn, interleaved, result_of
-from .dispatch import use
-from .native import missing
-from .ops import registry
-from .ops._samples import Maker
+from ..dispatch import use
+from ..native import missing
+from ..ops import registry
+from ..ops._samples import Maker
+from .timing import ROUNDS, Result, in_turn, interleaved, result_of
 
 POOL_BYTES = 1 << 28  # more than caches hold
 CONTEXTS = (1 << 15, 1 << 17)

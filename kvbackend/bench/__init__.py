@@ -1,0 +1,1 @@
+"""`kvbackend bench`: what the ops cost here, beside peers and this machine's limits."""
