@@ -135,7 +135,7 @@ def copy_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in storages or tensor.numel() == 0:
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            whole.set_(storage.clone())  # type: ignore[call-overload]
+            whole.set_(storage.clone())
             storages[storage.data_ptr()] = whole
         whole = storages[storage.data_ptr()].view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -9,7 +9,7 @@ from typing import Any
 MATRIX_SCHEMA, DIAGNOSES_SCHEMA = "kvbackend-matrix/1", "kvbackend-diagnoses/1"
 
 # kind of a matrix row -> the keys that name the row, then those it must also have
-KINDS: dict[str, tuple] = {
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "torch_npu": (("torch_npu",), ("torch", "product", "cann")),
     "product_cann": (("product", "cann"), ("ok",)),
     "cann_driver": (("cann", "driver"), ("ok",)),
@@ -37,7 +37,7 @@ class Matrix:
 
     def __init__(self, rows: list[dict[str, Any]], version: str) -> None:
         self.version = version
-        self._kinds: dict[str, dict[tuple, dict[str, Any]]] = {kind: {} for kind in KINDS}
+        self._kinds: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {kind: {} for kind in KINDS}
         for row in rows:
             names = tuple(str(row[k]) for k in KINDS[row["kind"]][0])
             self._kinds[row["kind"]][names] = row

@@ -34,16 +34,16 @@ class Version(NamedTuple):
     numbers: tuple[int, ...]
     text: str
 
-    def __lt__(self, other: tuple) -> bool:
+    def __lt__(self, other: tuple[Any, ...]) -> bool:
         return self[:2] < other[:2]
 
-    def __le__(self, other: tuple) -> bool:
+    def __le__(self, other: tuple[Any, ...]) -> bool:
         return self[:2] <= other[:2]
 
-    def __gt__(self, other: tuple) -> bool:
+    def __gt__(self, other: tuple[Any, ...]) -> bool:
         return self[:2] > other[:2]
 
-    def __ge__(self, other: tuple) -> bool:
+    def __ge__(self, other: tuple[Any, ...]) -> bool:
         return self[:2] >= other[:2]
 
     def __eq__(self, other: object) -> bool:

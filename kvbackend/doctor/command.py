@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, Callable
 
 from kvbackend.compat.data import DataError, load_diagnoses, load_matrix
 from kvbackend.doctor import report as reports
@@ -187,11 +187,12 @@ def _tell(report: reports.Report, args: argparse.Namespace, words: Words) -> int
             lambda: saved.write_bundle(args.bundle, report.document, documents.markdown(report, words)),
         )
         paint.write(f"wrote {args.bundle}; look through it before you pass it on\n", sys.stderr)
-    for target, make in (
+    forms: tuple[tuple[str | None, Callable[[], str]], ...] = (
         (args.json, lambda: json.dumps(report.document, indent=1, ensure_ascii=args.ascii) + "\n"),
         (args.report, lambda: documents.markdown(report, words)),
         ("-" if args.script else None, lambda: documents.script(report, words)),
-    ):
+    )
+    for target, make in forms:
         if target == "-" and not taken:
             paint.write(make(), sys.stdout)
             taken = True

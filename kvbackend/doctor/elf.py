@@ -23,7 +23,7 @@ class Elf(NamedTuple):
     runpath: tuple[str, ...]
     strings: bytes  # the dynamic string table: names of symbols and version needs
     undefined: tuple[str, ...]
-    defined: frozenset
+    defined: frozenset[str]
 
     def newest(self, family: str) -> str:
         """The highest version of a family (`GLIBCXX_3.4`, `GLIBC_2`) named here, such as 3.4.30; '' when none."""
@@ -102,7 +102,7 @@ def _parse(data: Data) -> Elf | None:
 
 def _symbols(
     data: Data, entries: dict[int, list[int]], place: Callable[[int], int], strings: bytes
-) -> tuple[tuple[str, ...], frozenset]:
+) -> tuple[tuple[str, ...], frozenset[str]]:
     """Names of the dynamic symbol table, which linkers put right before the string table."""
     if _SYMTAB not in entries:
         return (), frozenset()

@@ -40,7 +40,7 @@ def _fact(state: str, source: str, **more: Any) -> Fact:
     return fact
 
 
-class View(Mapping):
+class View(Mapping[str, Any]):
     """Values of facts by key, for the judge: `view["torch.version"]` is None unless the fact has a value."""
 
     def __init__(self, facts: Facts, derived: dict[str, Any] | None = None) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import Index, Rows, need
+from ..facts import fact
 from ..spec import op
 from . import _checks
 from ._math import write_rows
@@ -65,7 +66,7 @@ def _slots(block_table: Tensor, position: Tensor, block_size: int) -> Tensor:
 @compact_cache.check
 def _(cache, kept, **_):
     sets = kept.shape[1]
-    heads = _checks.fact("(*cache.shape, 1)[2]", cache=cache)  # positions [nb, bs] are of all heads
+    heads = fact("(*cache.shape, 1)[2]", cache=cache)  # positions [nb, bs] are of all heads
     need(
         sets == 1 or sets == heads,
         f"kept has {sets} sets of rows and cache {heads} kv heads; it must have one set for whole rows, or one for "

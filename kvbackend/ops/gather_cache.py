@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import formats
 from ..arrays import Float32, Index, Int32, Rows, need
+from ..codecs import split
 from ..spec import op
 from . import _checks, _formats, _math
 from ._samples import NO_BLOCK, MlaPool, Pool
@@ -62,7 +63,7 @@ def _cached(cache, kv_format, scale, scale_cache):
 def _out_dtype(cached: _formats.Cached, out_format: str) -> torch.dtype:
     if out_format == "auto":
         return torch.float32 if cached.quantized else cached.cache.dtype
-    return _formats.split.storage(formats.get(out_format))
+    return split.storage(formats.get(out_format))
 
 
 def _need_tokens(num_tokens: Any) -> None:

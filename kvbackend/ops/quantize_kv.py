@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import formats
 from ..arrays import Float, Float32
 from ..codecs import split
+from ..facts import fact
 from ..spec import op
 from . import _checks
 from ._samples import Maker
@@ -57,7 +58,7 @@ def _(x, kv_format, scale, global_scale, role, **_):
     split.check_arguments(fmt, role, global_scale, scale)
     split.check_head_dim(fmt, role, x.shape[2])
     if split.across_tokens(fmt, role):
-        split.check_rest(fmt, _checks.fact(f"x.shape[0] % {fmt.group}", x=x))
+        split.check_rest(fmt, fact(f"x.shape[0] % {fmt.group}", x=x))
     if scale is not None:
         shape = split.scales_shape(fmt, role, (0, x.shape[1], x.shape[2]))
         _checks.shape_is("scale", scale, shape, split.shape_text(fmt))

@@ -109,8 +109,8 @@ def _(device, dtype):
         "int8", "fp8_e4m3", "fp8_e5m2:head/fp8_e4m3:channel", "mxfp8/mxfp4", "nvfp4/fp4_e2m1", "fp8_e4m3:32/int4",
         f"fp8_e4m3:token_head/{plain}", f"{plain}/fp4_e2m1:tensor",
     ):  # fmt: skip
-        wide = Pool(device, dtype, head_dim=64, value_dim=32)
-        yield kv_format, coded(wide, kv_format, 13, slot_mapping=torch.cat((wide.slots(10), wide.ints([-1]))))
+        mixed = Pool(device, dtype, head_dim=64, value_dim=32)
+        yield kv_format, coded(mixed, kv_format, 13, slot_mapping=torch.cat((mixed.slots(10), mixed.ints([-1]))))
         yield (
             f"{kv_format}, HND cache",
             coded(Pool(device, dtype, head_dim=32, value_dim=64, layout="HND"), kv_format, 5),

@@ -315,7 +315,7 @@ def _(device, dtype):
     yield "transposed q", unseen | dict(q=pool.randn(3, 12, 16).transpose(0, 1))
     fused = pool.randn(12, 40)
     yield "sliced rows", unseen | dict(kv=fused[:, 24:])
-    wide = dict(dim=512, window=6, ratio=2, topk=3)
+    wide: dict[str, Any] = dict(dim=512, window=6, ratio=2, topk=3)
     for window_format, kv_format in (
         ("v4_fp8_584", "v4_fp8_584"),
         ("v4_fp8_640_ascend", "v4_fp8_640_ascend"),
@@ -327,7 +327,8 @@ def _(device, dtype):
         name = f"{window_format} and {kv_format}"
         yield name, call(pool, *mixed, window_format=window_format, kv_format=kv_format, **wide)
     large = Pages(device, dtype, num_blocks=6, block_size=64)
-    sizes = dict(heads=64, dim=512, window=128, window_block=128, cos_sin=cos_sin_table(400, 64, 1e4, device=device))
+    table = cos_sin_table(400, 64, 1e4, device=device)
+    sizes: dict[str, Any] = dict(heads=64, dim=512, window=128, window_block=128, cos_sin=table)
     yield "production", call(large, [2, 1], [300, 131], ratio=2, topk=64, **sizes)
-    records = dict(window_format="v41_fp8_528", kv_format="v41_fp4_288")
+    records: dict[str, Any] = dict(window_format="v41_fp8_528", kv_format="v41_fp4_288")
     yield "production, records", call(large, [1], [300], ratio=2, topk=64, **sizes, **records)

@@ -21,7 +21,7 @@ def run(codes, scales, kv_format, global_scale, role, out_dtype):
     out = codes.new_empty(num_tokens, heads, width * split.per_byte(fmt), dtype=dtype)
     pages = scales if fmt.granularity in split.STATIC else scales[None]
     number = scales if global_scale is None else global_scale
-    tokens = fmt.group if split.across_tokens(fmt, role) else 1
+    tokens = fmt.group or 1 if split.across_tokens(fmt, role) else 1
     operand = cached.quantized(codes[None], pages, number, fmt, role, tokens)
     rows.read(operand, None, out, heads, out.shape[2], num_tokens, True)
     return out

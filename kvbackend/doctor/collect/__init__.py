@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from kvbackend.doctor import facts, process
 from kvbackend.doctor.collect import (
@@ -103,10 +103,12 @@ def collect(
     return json.loads(json.dumps(found))  # live facts and saved ones are the same document
 
 
-def _run(probes: list[Probe], args: tuple, limit: float, found: Facts, slow: Callable[[str], None] | None) -> None:
+def _run(
+    probes: list[Probe], args: tuple[Any, ...], limit: float, found: Facts, slow: Callable[[str], None] | None
+) -> None:
     """Run probes in daemon threads, a few at once, and give up on what is not done within `limit` seconds."""
     waiting: queue.Queue[Probe] = queue.Queue()
-    done: queue.Queue[tuple] = queue.Queue()
+    done: queue.Queue[tuple[Probe, Facts, float]] = queue.Queue()
     for probe in probes:
         waiting.put(probe)
 

@@ -55,7 +55,7 @@ def driver(host: Host) -> Facts:
     }
 
 
-def _suffix(host: Host, places: list, stem: str) -> str:
+def _suffix(host: Host, places: list[str], stem: str) -> str:
     """The version in the real name of the first place: libcuda.so.570.86.15."""
     name = host.real(places[0]).rpartition("/")[2] if places else ""
     version = name[len(stem) :] if name.startswith(stem) else ""
@@ -120,6 +120,6 @@ def runtime(host: Host) -> Facts:
     return found
 
 
-def _wheel_libraries(host: Host, folder: str) -> list:
+def _wheel_libraries(host: Host, folder: str) -> list[str]:
     base = folder + "/nvidia"
     return [n for p in host.list(base) for n in host.list(f"{base}/{p}/lib") if re.search(r"\.so\.\d+$", n)]

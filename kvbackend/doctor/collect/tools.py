@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from kvbackend.doctor import facts
 from kvbackend.doctor.collect import ascend, cuda
@@ -61,7 +62,7 @@ def npu(host: Host, timeout: float) -> Facts:
     found["ascend.soc"] = facts.maybe(soc, f"npu-smi info -t board -i {card}")
     found["ascend.smi.firmware"] = facts.maybe(plain.get("firmware"), "npu-smi info -t board", raw=board.stdout[:2048])
     found["ascend.smi.compatibility"] = facts.maybe(plain.get("compatibility"), "npu-smi info -t board")
-    sick: dict[str, dict] = {}
+    sick: dict[str, dict[str, Any]] = {}
     for chip in info["chips"]:
         if chip["health"] not in ("OK", "UNKNOWN") and str(chip["npu"]) not in sick and len(sick) < 4:
             text = host.run([path, "info", "-t", "health", "-i", str(chip["npu"])], timeout=timeout).stdout

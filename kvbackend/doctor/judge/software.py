@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from typing import Any, Callable
 
 from kvbackend.doctor.facts import View
 from kvbackend.doctor.judge.check import Check, Row, blocked, info, listed, ok, plain, unknown
@@ -123,7 +123,7 @@ def _proof(view: View) -> Row | None:
     )
 
 
-def _how(proof: dict) -> str:
+def _how(proof: dict[str, Any]) -> str:
     if "skipped" in proof:
         return proof["skipped"]
     backends = ", ".join("{} by {}".format(*pair) for pair in sorted((proof.get("backends") or {}).items()))
@@ -149,7 +149,7 @@ def _matrix(
     ruling: str,
     about: str,
     template: str,
-    keys: tuple,
+    keys: tuple[str, ...],
     bad: str = "fail",
     unknown_warns: bool = False,
 ) -> Check:

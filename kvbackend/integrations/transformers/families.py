@@ -114,7 +114,7 @@ class DsaFamily(Family):
         """Layer `index` on tokens [T, hidden_size]: its result, and the selection it hands on."""
         positions, slots, known = batch
         cos_sin = tables.get("", known["block_table"].shape[1] * pages.block_size, hidden.device)
-        return self.call(index, hidden, positions, cos_sin, pages.layers[index], slots, known, selected)  # type: ignore[no-any-return]
+        return self.call(index, hidden, positions, cos_sin, pages.layers[index], slots, known, selected)
 
 
 class V4Family(Family):
