@@ -43,6 +43,7 @@ def cpu_library(build: Path, target: Path) -> None:
     """Compile csrc/cpu into one library."""
     stamps, tables = from_python()
     ops = sorted(path for path in (SOURCES / "cpu").glob("*.cpp") if path.stem in stamps)
+    probes = SOURCES / "cpu" / "probes.cpp"  # in every variant too, but no op
     stamp = "\\n".join(stamps[path.stem].replace('"', '\\"') for path in ops)
     build.mkdir(parents=True, exist_ok=True)
     write_if_changed(build / "stamp.h", f'#define KVBACKEND_STAMP "{stamp}"\n')
@@ -54,8 +55,8 @@ def cpu_library(build: Path, target: Path) -> None:
     jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain", *emulated])]
     for variant, flags in VARIANTS.items():
         registers = ["-DKVBACKEND_REGISTERS"] if variant == "plain" else []
-        for path in ops:
-            if variant == "amx" and "KVBACKEND_REGISTER_AMX" not in path.read_text():
+        for path in (*ops, probes):
+            if variant == "amx" and path is not probes and "KVBACKEND_REGISTER_AMX" not in path.read_text():
                 continue
             output = build / f"{path.stem}.{variant}.o"
             jobs.append((path, output, [f"-DKVBACKEND_ISA={variant}", *registers, *flags]))

@@ -1,24 +1,109 @@
-"""What this machine can do at most, measured."""
+"""What this machine can do at most: loops that only copy, only read, only multiply (csrc/cpu/probes.cpp)."""
 
 from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import cycle
+from typing import Any
 
 import torch
 
 from ..cache.crossover import device_name
-from ..native import library
-from .timing import interleaved
+from ..layouts import empty_pages
+from ..native import FOLDER, library
+
+POOL_BYTES = 1 << 30  # more than caches hold
+READ_BYTES = 1 << 26  # that a run reads
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A loop that does nothing else, and how much of it a run does."""
+
+    name: str
+    unit: str
+    work: float  # bytes or operations
+    run: Callable[[], Any]
+
+    @staticmethod
+    @cache
+    def of(name: str) -> Limit:
+        """A limit by its name in LIMITS; its buffers are kept."""
+        return LIMITS[name]()
+
+    def rate(self) -> float:
+        """The best of several runs, in GB/s or GFLOP/s."""
+        self.run()
+        best = float("inf")
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            self.run()
+            best = min(best, time.perf_counter() - start)
+        return round(self.work / best / 1e9, 1)
+
+
+def _copy() -> Limit:
+    source = torch.ones(READ_BYTES // 4)
+    target = torch.empty_like(source)
+    return Limit("copy", "GB/s", 2.0 * source.nbytes, lambda: target.copy_(source))
+
+
+@cache
+def _pool() -> torch.Tensor:
+    return empty_pages(POOL_BYTES // 4, dtype=torch.float32, device="cpu").fill_(1)
+
+
+def _read(name: str, row_bytes: int, shuffled: bool) -> Limit:
+    """Read other rows of a large pool each time, in order or not."""
+    rows = POOL_BYTES // row_bytes
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)) if shuffled else torch.arange(rows)
+    offsets, count = order * row_bytes, READ_BYTES // row_bytes // 4 * 4
+    parts = cycle(offsets[: rows // count * count].split(count))
+    probe = _probe("kvbackend_probe_read", ctypes.c_float, 4)
+    return Limit(
+        name, "GB/s", float(count * row_bytes),
+        lambda: probe(_pool().data_ptr(), next(parts).data_ptr(), count, row_bytes),
+    )  # fmt: skip
+
+
+def _arithmetic(name: str, rounds: int) -> Limit:
+    probe = _probe(f"kvbackend_probe_{name}", ctypes.c_double, 2)
+    run = partial(probe, rounds, torch.get_num_threads())
+    return Limit(name, "GFLOP/s", run(), run)
+
+
+def _probe(name: str, result: Any, arguments: int) -> Callable[..., Any]:
+    function = getattr(ctypes.CDLL(str(FOLDER / "libkvbackend_cpu.so")), name)
+    function.restype, function.argtypes = result, [ctypes.c_int64] * arguments
+    return function
+
+
+LIMITS: dict[str, Callable[[], Limit]] = {
+    "copy": _copy,
+    "read": partial(_read, "read", 1 << 20, False),
+    "random 32 KiB": partial(_read, "random 32 KiB", 1 << 15, True),  # a block of 16 tokens of 8 heads of 128
+    "random 1152 B": partial(_read, "random 1152 B", 1152, True),  # an MLA row
+    "multiply": partial(_arithmetic, "multiply", 1 << 18),
+    "tiles": partial(_arithmetic, "tiles", 1 << 16),
+}
+
+
+def matrix_limit() -> str:
+    """What bounds products of matrices here: tiles where the kernels use them."""
+    return "tiles" if library("cpu").isa == "amx" else "multiply"
 
 
 def limits() -> dict[str, float]:
-    """This machine's memory bandwidth, in GB/s: reading, and copying (bytes read plus written)."""
-    source = torch.ones(1 << 26)  # 256 MiB
-    target = torch.empty_like(source)
-    times = interleaved({"read": source.sum, "copy": lambda: target.copy_(source)}, rounds=5)
-    size_gb = source.nbytes / 1e9
-    return {
-        "read_gbs": round(size_gb / min(times["read"]) * 1e6, 1),
-        "copy_gbs": round(2 * size_gb / min(times["copy"]) * 1e6, 1),
-    }
+    """Every limit, with the threads that torch uses: GB/s, and GFLOP/s of multiplying."""
+    names = [name for name in LIMITS if name != "tiles" or matrix_limit() == "tiles"]
+    if library("cpu").reason:
+        names = ["copy"]
+    return {name: Limit.of(name).rate() for name in names}
 
 
 def machine() -> str:

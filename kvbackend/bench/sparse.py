@@ -7,63 +7,33 @@ from memory: each call takes the next of several block tables or selections.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dispatch import use
-from ..native import missing
 from ..ops import registry
 from ..ops._samples import Maker
-from .timing import ROUNDS, Result, in_turn, interleaved, result_of
+from .limits import matrix_limit
+from .timing import Case
 
 POOL_BYTES = 1 << 28  # more than caches hold
 CONTEXTS = (1 << 15, 1 << 17)
 TOPK, BLOCK_SIZE, INDEX_HEADS, INDEX_DIM = 2048, 64, 64, 128
 
 
-@dataclass(frozen=True)
-class Case:
-    """Calls of one op, taken in turn, and a peer that does the same work."""
-
-    op: str
-    case: str
-    calls: list[dict[str, Any]]
-    peer: str
-    run_peer: Callable[[], Any]
-    dtype: torch.dtype = torch.bfloat16
-
-
-def sparse_times(names: Iterable[str], rounds: int = ROUNDS) -> list[Result]:
-    """Every case of these ops on the CPU kernels; nothing for ops that have none here."""
-    results = []
-    for name in names:
-        if name not in CASES or list(missing(registry[name], "cpu")):
-            continue
-        for case in CASES[name](Maker(torch.device("cpu"), torch.bfloat16)):
-            with use("cpu"), torch.no_grad():
-                times = interleaved({"op": in_turn(name, case.calls), "peer": case.run_peer}, rounds)
-            result = result_of(name, case.case, case.dtype, "cpu", times["op"])
-            ratio = statistics.median(a / b for a, b in zip(times["op"], times["peer"], strict=True))
-            median = statistics.median(times["peer"])
-            result.peers.append({"name": case.peer, "median_us": round(median, 3), "ratio": round(ratio, 3)})
-            results.append(result)
-    return results
-
-
-def _topk(make: Maker) -> Iterator[Case]:
+def topk(make: Maker, *, others: bool) -> Iterator[Case]:
+    """topk_indices of one row of scores."""
     for n in (8192, *CONTEXTS):
         scores = torch.randn(1, n, generator=make.generator)  # bfloat16 would tie
         for k in (512, TOPK):
             call = dict(scores=scores, k=k, order="position")
-            peer = partial(torch.topk, scores, k)
-            yield Case("topk_indices", f"{k} of {n}", [call], "torch.topk", peer, torch.float32)
+            yield Case(
+                "topk_indices", f"{k} of {n}", [call], torch.float32,
+                peers={"torch.topk": lambda call: torch.topk(call["scores"], call["k"])},
+            )  # fmt: skip
 
 
 def _pages(make: Maker, width: int) -> Tensor:
@@ -91,7 +61,8 @@ def _indexed(make: Maker, pages: Tensor, queries: int, context: int) -> list[dic
     return [dict(key_cache=pages, **asked, **batch) for batch in _batch(make, pages, queries, context)]
 
 
-def _logits(make: Maker) -> Iterator[Case]:
+def logits(make: Maker, *, others: bool) -> Iterator[Case]:
+    """indexer_logits of one query."""
     pages = _pages(make, INDEX_DIM)
     for context in CONTEXTS:
         calls = _indexed(make, pages, 1, context)
@@ -99,48 +70,54 @@ def _logits(make: Maker) -> Iterator[Case]:
             pages.new_empty(context // BLOCK_SIZE, BLOCK_SIZE, INDEX_DIM),
             pages.new_empty(context, INDEX_HEADS),
         )
-        turn = cycle(calls)
 
-        def peer(turn: Iterator[dict[str, Any]] = turn, keys: Tensor = keys, scores: Tensor = scores) -> Tensor:
-            call = next(turn)
+        def peer(call: dict[str, Any], keys: Tensor = keys, scores: Tensor = scores) -> Tensor:
             torch.index_select(pages, 0, call["block_table"][0], out=keys)
             torch.matmul(keys.view(-1, INDEX_DIM), call["q"][0].t(), out=scores)
             return torch.mv(scores.relu_(), call["weights"][0].bfloat16())
 
-        yield Case("indexer_logits", f"1 x {context}", calls, "torch, buffers given", peer)
+        yield Case(
+            "indexer_logits", f"1 x {context}", calls, moved_bytes=2 * INDEX_DIM * context, limit="read",
+            peers={"torch, buffers given": peer},
+        )  # fmt: skip
 
 
-def _indexer(make: Maker) -> Iterator[Case]:
+def indexer(make: Maker, *, others: bool) -> Iterator[Case]:
+    """lightning_indexer, decode and prefill."""
     pages = _pages(make, INDEX_DIM)
     for queries in (1, 64):
         calls = _indexed(make, pages, queries, CONTEXTS[0])
-        logits = in_turn("indexer_logits", calls)
+        scored = registry["indexer_logits"].resolve(**calls[0])
 
-        def peer(logits: Callable[[], Any] = logits) -> Tensor:
-            return logits().topk(TOPK).indices
+        def peer(call: dict[str, Any], scored: Callable[..., Tensor] = scored) -> Tensor:
+            return scored(**{name: value for name, value in call.items() if name != "k"}).topk(TOPK).indices
 
         chosen = [dict(call, k=TOPK) for call in calls]
-        yield Case("lightning_indexer", f"{queries} x {CONTEXTS[0]}", chosen, "score matrix, torch.topk", peer)
+        case = f"{queries} x {CONTEXTS[0]}"
+        yield Case("lightning_indexer", case, chosen, peers={"score matrix, torch.topk": peer})
 
 
-def _attention(make: Maker) -> Iterator[Case]:
+def attention(make: Maker, *, others: bool) -> Iterator[Case]:
+    """sparse_mla_attention of one query."""
     pages, context = _pages(make, 576), CONTEXTS[1]
     for heads in (16, 128):
         q = make.randn(1, heads, 576)
         caches = dict(ckv_cache=pages[..., :512], kpe_cache=pages[..., 512:])
         asked = dict(q_nope=q[..., :512], q_pe=q[..., 512:], softmax_scale=0.1, **caches)
-        dense = [dict(**asked, **batch) for batch in _batch(make, pages, 1, TOPK)]
+        dense = cycle([dict(**asked, **batch) for batch in _batch(make, pages, 1, TOPK)])
+        attend = registry["mla_attention"].resolve(**next(dense))
         sparse = [
             dict(**asked, **batch, topk_indices=make.permutation(context)[:TOPK].sort().values[None].int())
             for batch in _batch(make, pages, 1, context)
         ]
         case = f"{TOPK} of {context}, {heads} heads"
-        yield Case("sparse_mla_attention", case, sparse, f"mla_attention over {TOPK}", in_turn("mla_attention", dense))
 
+        def peer(
+            _: dict[str, Any], attend: Callable[..., Any] = attend, dense: Iterator[dict[str, Any]] = dense
+        ) -> Any:
+            return attend(**next(dense))
 
-CASES: dict[str, Callable[[Maker], Iterator[Case]]] = {
-    "topk_indices": _topk,
-    "indexer_logits": _logits,
-    "lightning_indexer": _indexer,
-    "sparse_mla_attention": _attention,
-}
+        yield Case(
+            "sparse_mla_attention", case, sparse, moved_bytes=2 * 576 * TOPK, operations=2 * (576 + 512) * heads * TOPK,
+            limit="random 1152 B" if heads == 16 else matrix_limit(), peers={f"mla_attention over {TOPK}": peer},
+        )  # fmt: skip

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..dispatch import use
 from ..ops import registry
+from .limits import Limit
 
 ROUNDS = 15
 SAMPLE_US = 2000.0  # one timing covers at least this much work
+WAITED = 0.04  # a timing whose threads waited for a core for more than this share of it is taken again, twice at most
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls of one op, taken in turn so that none finds its rows in a cache, and others that do the same work."""
+
+    op: str
+    case: str
+    calls: Sequence[dict[str, Any]]
+    dtype: torch.dtype = torch.bfloat16
+    kv_format: str = "auto"
+    moved_bytes: int = 0  # that one call reads and writes, each once
+    operations: int = 0  # multiplications and additions of one call
+    limit: str = ""  # what bounds it, a name in limits.LIMITS
+    peers: Mapping[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -32,9 +53,10 @@ class Result:
     p20_us: float
     over_plain_us: float | None = None  # dispatch only: the median of paired differences to the plain call
     gbs: float | None = None  # bytes read plus written, each once, in the median time
+    gflops: float | None = None  # operations in the median time
     of_limit: float | None = None  # that rate over the limit's, measured in the same rounds: the median
     limit: str | None = None
-    peers: list[dict[str, Any]] = field(default_factory=list)
+    peers: list[dict[str, Any]] = field(default_factory=list)  # name, median_us, ratio (our time over theirs), differs
 
     def to_dict(self) -> dict[str, Any]:
         """As the command prints it with --json."""
@@ -54,18 +76,89 @@ def interleaved(candidates: Mapping[str, Callable[[], Any]], rounds: int = ROUND
     for _ in range(rounds):
         shuffle.shuffle(order)
         for name in order:
-            function, count = candidates[name], loops[name]
-            start = time.perf_counter()
-            for _ in range(count):
-                function()
-            times[name].append((time.perf_counter() - start) / count * 1e6)
+            times[name].append(_undisturbed(candidates[name], loops[name]))
     return times
 
 
-def in_turn(name: str, calls: Sequence[dict[str, Any]]) -> Callable[[], Any]:
-    """An op, resolved; each call takes the next arguments."""
-    turn, resolved = cycle(calls), registry[name].resolve(**calls[0])
-    return lambda: resolved(**next(turn))
+def _undisturbed(function: Callable[[], Any], count: int) -> float:
+    """Microseconds of one of `count` calls: of up to three timings the one whose threads waited least for a core."""
+    best = (float("inf"), 0.0)
+    for _ in range(3):
+        waited, start = _waited_ns(), time.perf_counter()
+        for _ in range(count):
+            function()
+        took = time.perf_counter() - start
+        best = min(best, ((_waited_ns() - waited) * 1e-9 / took, took / count * 1e6))
+        if best[0] <= WAITED * torch.get_num_threads():
+            break
+    return best[1]
+
+
+def _waited_ns() -> int:
+    """How long this process's threads could have run and did not, as Linux counts it; 0 where nobody counts."""
+    waited = 0
+    with contextlib.suppress(OSError, IndexError, ValueError):  # a thread may end while we look
+        for thread in Path("/proc/self/task").iterdir():
+            waited += int((thread / "schedstat").read_text().split()[1])
+    return waited
+
+
+def in_turn(function: Callable[..., Any], calls: Sequence[dict[str, Any]]) -> Callable[[], Any]:
+    """Each call takes the next arguments."""
+    turn = cycle(calls)
+    return lambda: function(**next(turn))
+
+
+def measured(cases: Iterable[Case], rounds: int = ROUNDS) -> Iterator[Result]:
+    """Each case on the CPU kernels, its limit and its peers in the same rounds."""
+    for case in cases:
+        with use("cpu"), torch.no_grad():
+            candidates = {"op": in_turn(registry[case.op].resolve(**case.calls[0]), case.calls)}
+            for name, peer in case.peers.items():
+                candidates[name] = partial(lambda peer, turn: peer(next(turn)), peer, cycle(case.calls))
+            limit = Limit.of(case.limit) if case.limit else None
+            if limit:
+                candidates["limit"] = limit.run
+            times = interleaved(candidates, rounds)
+            differences = _differences(case)
+        yield _judged(case, times, limit, differences)
+
+
+def _differences(case: Case) -> dict[str, float]:
+    """How far the peers that give numbers of the same shape are from ours, as a share of the largest."""
+    found = {}
+    ours = registry[case.op](**case.calls[0])
+    ours = ours[0] if isinstance(ours, tuple) else ours
+    for name, peer in case.peers.items():
+        theirs = peer(case.calls[0])
+        if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor) and theirs.is_floating_point():
+            rows = ours[: len(theirs)].double()  # ours may end in rows that stand for nothing
+            apart = (theirs.double() - rows.view_as(theirs)).abs().max()
+            found[name] = float(apart / rows.abs().max())
+    return found
+
+
+def _judged(case: Case, times: dict[str, list[float]], limit: Limit | None, differences: dict[str, float]) -> Result:
+    result = result_of(case.op, case.case, case.dtype, "cpu", times["op"])
+    result.kv_format = case.kv_format
+    if case.moved_bytes:
+        result.gbs = case.moved_bytes / result.median_us / 1e3
+    if case.operations:
+        result.gflops = case.operations / result.median_us / 1e3
+    if limit:
+        work = case.operations if limit.unit == "GFLOP/s" else case.moved_bytes
+        result.limit = limit.name
+        result.of_limit = work / limit.work / ratio(times["op"], times["limit"])
+    for name in case.peers:
+        median = statistics.median(times[name])
+        peer = {"name": name, "median_us": round(median, 3), "ratio": round(ratio(times["op"], times[name]), 3)}
+        result.peers.append(peer | {"differs": differences.get(name)})
+    return result
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median over rounds of our time over theirs."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def result_of(

