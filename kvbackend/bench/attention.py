@@ -34,10 +34,10 @@ Sizes = Sequence[tuple[int, int]]  # at least four
 def gqa(make: Maker, *, others: bool, sizes: Sizes = SIZES, blocks: Iterable[int] = (16, 128)) -> Iterator[Case]:
     """Decode, one query a sequence, in bfloat16 and at one size in float32."""
     for block_size in blocks:
-        pools = _Pools(block_size, torch.bfloat16)
+        pools = Pools(block_size, torch.bfloat16)
         for count, context in sizes:
-            yield _decode(make, pools, count, context, others)
-    yield _decode(make, _Pools(16, torch.float32), *sizes[3], others)
+            yield decode(make, pools, count, context, others)
+    yield decode(make, Pools(16, torch.float32), *sizes[3], others)
     yield from _coded(make, *sizes[1])
     yield from _prefill(make)
     yield _small(make)
@@ -45,31 +45,39 @@ def gqa(make: Maker, *, others: bool, sizes: Sizes = SIZES, blocks: Iterable[int
 
 def mla(make: Maker, *, others: bool, sizes: Sizes = SIZES[:4], heads: Iterable[int] = (16, 128)) -> Iterator[Case]:
     """Decode in the latent space, blocks of 64."""
-    block_size, width = 64, RANK + ROPE
-    pages = filled(POOL_BYTES // (2 * block_size * width), block_size, width, dtype=torch.bfloat16)
-    ckv, kpe = pages[..., :RANK], pages[..., RANK:]
+    pages = latent_pages()
     for count in heads:
         for sequences, context in sizes:
-            q = make.randn(sequences, count, width)
-            moved = 2 * sequences * context * width
-            other = dict(
-                q_nope=q[..., :RANK], q_pe=q[..., RANK:], softmax_scale=MLA_SCALE, ckv_cache=ckv, kpe_cache=kpe
-            )
-            calls = [dict(other, **batch) for batch in batches(make, pages, sequences, context)]
-            buffer = pages.new_empty(sequences, -(-context // block_size) * block_size, width)
-            named: dict[str, peers.Peer] = {"torch index_select, matmul": _gathered_mla(pages, q, buffer, context)}
-            if others:
-                named["sgl decode_attention"] = peers.sgl_decode(
-                    q, pages.view(-1, 1, width), pages.view(-1, 1, width)[..., :RANK], block_size, MLA_SCALE
-                )
-            yield Case(
-                "mla_attention", f"decode {sequences} x {context}, {count} heads", calls, moved_bytes=moved,
-                operations=2 * sequences * context * count * (width + RANK), peers=named,
-                limit="read" if count == 16 else matrix_limit(),
-            )  # fmt: skip
+            yield decode_mla(make, pages, count, sequences, context, others)
 
 
-class _Pools:
+def latent_pages() -> Tensor:
+    """A pool of MLA rows, in blocks of 64."""
+    return filled(POOL_BYTES // (2 * 64 * (RANK + ROPE)), 64, RANK + ROPE, dtype=torch.bfloat16)
+
+
+def decode_mla(make: Maker, pages: Tensor, heads: int, sequences: int, context: int, others: bool) -> Case:
+    """mla_attention of one query a sequence."""
+    block_size, width = pages.shape[1:]
+    q = make.randn(sequences, heads, width)
+    other = dict(
+        q_nope=q[..., :RANK], q_pe=q[..., RANK:], ckv_cache=pages[..., :RANK], kpe_cache=pages[..., RANK:],
+        softmax_scale=MLA_SCALE,
+    )  # fmt: skip
+    calls = [dict(other, **batch) for batch in batches(make, pages, sequences, context)]
+    buffer = pages.new_empty(sequences, -(-context // block_size) * block_size, width)
+    named: dict[str, peers.Peer] = {"torch index_select, matmul": _gathered_mla(pages, q, buffer, context)}
+    if others:
+        rows = pages.view(-1, 1, width)
+        named["sgl decode_attention"] = peers.sgl_decode(q, rows, rows[..., :RANK], block_size, MLA_SCALE)
+    return Case(
+        "mla_attention", f"decode {sequences} x {context}, {heads} heads", calls, peers=named,
+        moved_bytes=2 * sequences * context * width, operations=2 * sequences * context * heads * (width + RANK),
+        limit="read" if heads == 16 else matrix_limit(),
+    )  # fmt: skip
+
+
+class Pools:
     """Key and value blocks of the benchmarks, filled; vLLM's copy of them where it is asked for."""
 
     def __init__(self, block_size: int, dtype: torch.dtype) -> None:
@@ -84,7 +92,8 @@ class _Pools:
         return peers.VllmPages(self.key, self.value)
 
 
-def _decode(make: Maker, pools: _Pools, sequences: int, context: int, others: bool) -> Case:
+def decode(make: Maker, pools: Pools, sequences: int, context: int, others: bool) -> Case:
+    """paged_attention of one query a sequence."""
     q = make.randn(sequences, HEADS, HEAD_DIM).to(pools.key.dtype)
     other = dict(q=q, key_cache=pools.key, value_cache=pools.value, softmax_scale=HEAD_DIM**-0.5)
     calls = [dict(other, **batch) for batch in batches(make, pools.key, sequences, context)]
@@ -104,7 +113,7 @@ def _sdpa(q: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, key, value, enable_gqa=True)
 
 
-def _gathered(pools: _Pools, q: Tensor, context: int, attend: Callable[..., Tensor]) -> peers.Peer:
+def _gathered(pools: Pools, q: Tensor, context: int, attend: Callable[..., Tensor]) -> peers.Peer:
     """Copy the sequences' blocks into buffers, then attend to those."""
     sequences, columns = len(q), -(-context // pools.block_size)
     rows = columns * pools.block_size
@@ -132,7 +141,7 @@ def _gathered_mla(pages: Tensor, q: Tensor, buffer: Tensor, context: int) -> pee
 
 def _coded(make: Maker, sequences: int, context: int) -> Iterator[Case]:
     """Decode over codes beside decode over bfloat16, of the same sizes."""
-    plain = _Pools(16, torch.bfloat16)
+    plain = Pools(16, torch.bfloat16)
     num_blocks = plain.key.shape[0]
     q = make.randn(sequences, HEADS, HEAD_DIM)
     attend = registry["paged_attention"]

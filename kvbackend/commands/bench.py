@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same cases beside what others' code needs: vLLM's and SGLang's CPU kernels, FlexAttention, "
         "torch.compile (ci/bench_peers.sh makes the environment)",
     )
+    parser.add_argument(
+        "--curves",
+        action="store_true",
+        help="how decode attention grows: over context, number of sequences, and threads",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the curves (needs matplotlib)")
     sparse = parser.add_argument_group("what --crossover measures")
     sparse.add_argument(
         "--shape", default="32/8/128", metavar="HEADS/KV_HEADS/HEAD_DIM", help="of a layer; default: 32/8/128"
@@ -43,6 +49,10 @@ def main(args: argparse.Namespace) -> int:
     """Measure and print."""
     if args.crossover:
         return crossover(args)
+    if args.plot and not args.curves:
+        raise ArgumentError(f"--plot is {args.plot!r} without --curves; it draws those: add --curves")
+    if args.curves:
+        return curves(args)
     import torch
 
     from ..bench import backends, peers
@@ -85,6 +95,34 @@ def main(args: argparse.Namespace) -> int:
     print_table(titles, rows)
     shown = ", ".join(f"{name} {value}" for name, value in at_most.items())
     print(f"{here}; limits in GB/s and GFLOP/s: {shown}")
+    return 0
+
+
+def curves(args: argparse.Namespace) -> int:
+    """Measure, draw and print how decode attention grows."""
+    from ..bench.curves import OPS, plot
+    from ..bench.curves import curves as measured
+    from ..bench.limits import machine
+    from ..pictures import need_plot
+
+    if wrong := sorted(set(args.ops) - set(OPS)):
+        raise ArgumentError(
+            f"--curves was asked for {', '.join(wrong)}; it has {' and '.join(OPS)}: name these, or none"
+        )
+    if args.plot:
+        need_plot(args.plot)
+    points = list(measured(args.ops or OPS))
+    if args.plot:
+        plot(points, args.plot, machine())
+    if args.json:
+        print_json("bench", {"machine": machine(), "curves": [point.to_dict() for point in points]})
+        return 0
+    rows = [
+        (point.op, point.curve, point.at, f"{point.median_us:.1f}", f"{1e3 * point.median_us / point.tokens:.2f}")
+        for point in points
+    ]
+    print_table(("op", "curve", "at", "median us", "ns a token"), rows)
+    print(machine())
     return 0
 
 

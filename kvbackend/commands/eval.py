@@ -78,7 +78,8 @@ def main(args: argparse.Namespace) -> int:
     for scheme in args.schemes:
         parse(scheme)  # a misspelled one is told before the model loads
     if args.plot:
-        from ..evaluate.plot import need_plot, plot
+        from ..evaluate.plot import plot
+        from ..pictures import need_plot
 
         need_plot(args.plot)
     with evaluator(args, lambda: settings_of(args)) as made:

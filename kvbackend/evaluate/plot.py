@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
-
-
-def need_plot(path: str) -> None:
-    """Raise ArgumentError where no picture could be written: it is told before the measuring, not after."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ArgumentError(
-            f"--plot needs matplotlib, which cannot be imported ({error}); it draws the picture: run pip install "
-            f"matplotlib, or leave --plot out"
-        ) from error
-    target, known = Path(path), Figure().canvas.get_supported_filetypes()
-    if not target.parent.is_dir() or target.suffix.removeprefix(".") not in known:
-        raise ArgumentError(
-            f"--plot is {path!r}; it must be a .png, .svg or .pdf file in a folder that exists: name such a file"
-        )
+from ..pictures import new_figure, save
 
 
 def plot(document: dict[str, Any], path: str) -> None:
     """Draw an eval document to a file whose ending says the kind of picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     base, schemes = document["baseline"], document["schemes"]
-    figure, axes = pyplot.subplots(figsize=(8.0, 5.0), layout="constrained")
+    figure = new_figure(8.0, 5.0)
+    axes = figure.subplots()
 
     def share(entry: dict[str, Any]) -> float:
         return 100 * float(entry["cache_bytes"]) / float(entry["cache_bytes_fp16"])
@@ -65,12 +44,7 @@ def plot(document: dict[str, Any], path: str) -> None:
         fontsize=9,
     )
     axes.legend(fontsize=8)
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise ArgumentError(f"--plot is {path!r}, which cannot be written ({error}): name another file") from error
-    finally:
-        pyplot.close(figure)
+    save(figure, path)
 
 
 def _places(schemes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
