@@ -73,7 +73,7 @@ def decode_mla(make: Maker, pages: Tensor, heads: int, sequences: int, context: 
     return Case(
         "mla_attention", f"decode {sequences} x {context}, {heads} heads", calls, peers=named,
         moved_bytes=2 * sequences * context * width, operations=2 * sequences * context * heads * (width + RANK),
-        limit="read" if heads == 16 else matrix_limit(),
+        limit="read_gbs" if heads == 16 else matrix_limit(),
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def decode(make: Maker, pools: Pools, sequences: int, context: int, others: bool
             named["torch index_select, FlexAttention"] = _gathered(pools, q, context, peers.flex_attention())
     return Case(
         "paged_attention", f"decode {sequences} x {context}, block {pools.block_size}", calls, pools.key.dtype,
-        moved_bytes=sequences * context * pools.token_bytes, limit="random 32 KiB", peers=named,
+        moved_bytes=sequences * context * pools.token_bytes, limit="paged_read_gbs", peers=named,
         operations=4 * sequences * context * HEADS * HEAD_DIM,
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ def _coded(make: Maker, sequences: int, context: int) -> Iterator[Case]:
 
         yield Case(
             "paged_attention", f"decode {sequences} x {context}, block 16", calls, kv_format=kv_format,
-            moved_bytes=int(sequences * context * stored), limit="random 32 KiB", peers={"our bfloat16": bfloat16},
+            moved_bytes=int(sequences * context * stored), limit="paged_read_gbs", peers={"our bfloat16": bfloat16},
             operations=4 * sequences * context * HEADS * HEAD_DIM,
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ def write(make: Maker, *, others: bool) -> Iterator[Case]:
         yield Case(
             "reshape_and_cache", f"{tokens} tokens",
             [dict(other, slot_mapping=slots) for slots in _slots(make, tokens)],
-            moved_bytes=4 * key.nbytes, limit="copy", peers=named,
+            moved_bytes=4 * key.nbytes, limit="copy_gbs", peers=named,
         )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def write_mla(make: Maker, *, others: bool) -> Iterator[Case]:
         yield Case(
             "concat_and_cache_mla", f"{tokens} tokens",
             [dict(other, slot_mapping=slots) for slots in _slots(make, tokens)],
-            moved_bytes=2 * (ckv.nbytes + kpe.nbytes), limit="copy", peers=named,
+            moved_bytes=2 * (ckv.nbytes + kpe.nbytes), limit="copy_gbs", peers=named,
         )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def copy(make: Maker, *, others: bool) -> Iterator[Case]:
 
     yield Case(
         "copy_blocks", f"{MOVED_BLOCKS} blocks", [dict(cache=cache, block_mapping=mapping) for mapping in mappings],
-        moved_bytes=2 * MOVED_BLOCKS * cache[0].nbytes, limit="copy",
+        moved_bytes=2 * MOVED_BLOCKS * cache[0].nbytes, limit="copy_gbs",
         peers={"torch pool[to] = pool[from]": indexed, "python loop of copy_": loop},
     )  # fmt: skip
 
@@ -116,7 +116,7 @@ def gather(make: Maker, *, others: bool) -> Iterator[Case]:
         return torch.index_select(cache, 0, call["block_table"][0], out=buffer).flatten(0, 1)
 
     yield Case(
-        "gather_cache", f"{MOVED_BLOCKS} blocks", calls, moved_bytes=2 * buffer.nbytes, limit="copy",
+        "gather_cache", f"{MOVED_BLOCKS} blocks", calls, moved_bytes=2 * buffer.nbytes, limit="copy_gbs",
         peers={"torch index_select(out=)": select},
     )  # fmt: skip
 
@@ -133,6 +133,6 @@ def pool(make: Maker, *, others: bool) -> Iterator[Case]:
         calls = [dict(other, kv=make.randn(POOLED, width), gate=make.randn(POOLED, width)) for _ in range(2)]
         named: dict[str, peers.Peer] = {"torch.compile": peers.compiled_pooling(ratio, overlap)} if others else {}
         yield Case(
-            "compress_kv", f"{POOLED} tokens, {ratio} to 1", calls, limit="copy", peers=named,
+            "compress_kv", f"{POOLED} tokens, {ratio} to 1", calls, limit="copy_gbs", peers=named,
             moved_bytes=2 * (2 * POOLED * width + POOLED // ratio * POOLED_DIM),
         )  # fmt: skip

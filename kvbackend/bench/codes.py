@@ -38,7 +38,7 @@ def _copied(
     op: str, case: str, calls: list[dict[str, Any]], kv_format: str, moved_bytes: int, peer: peers.Peer | None = None
 ) -> Case:
     named = {} if peer is None else {"torch.compile": peer}
-    return Case(op, case, calls, kv_format=kv_format, moved_bytes=moved_bytes, limit="copy", peers=named)
+    return Case(op, case, calls, kv_format=kv_format, moved_bytes=moved_bytes, limit="copy_gbs", peers=named)
 
 
 def _quantized_formats() -> Iterator[tuple[str, str]]:

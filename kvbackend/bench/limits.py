@@ -50,7 +50,7 @@ class Limit:
 def _copy() -> Limit:
     source = torch.ones(READ_BYTES // 4)
     target = torch.empty_like(source)
-    return Limit("copy", "GB/s", 2.0 * source.nbytes, lambda: target.copy_(source))
+    return Limit("copy_gbs", "GB/s", 2.0 * source.nbytes, lambda: target.copy_(source))
 
 
 @cache
@@ -71,8 +71,8 @@ def _read(name: str, row_bytes: int, shuffled: bool) -> Limit:
     )  # fmt: skip
 
 
-def _arithmetic(name: str, rounds: int) -> Limit:
-    probe = _probe(f"kvbackend_probe_{name}", ctypes.c_double, 2)
+def _arithmetic(name: str, loop: str, rounds: int) -> Limit:
+    probe = _probe(f"kvbackend_probe_{loop}", ctypes.c_double, 2)
     run = partial(probe, rounds, torch.get_num_threads())
     return Limit(name, "GFLOP/s", run(), run)
 
@@ -84,25 +84,25 @@ def _probe(name: str, result: Any, arguments: int) -> Callable[..., Any]:
 
 
 LIMITS: dict[str, Callable[[], Limit]] = {
-    "copy": _copy,
-    "read": partial(_read, "read", 1 << 20, False),
-    "random 32 KiB": partial(_read, "random 32 KiB", 1 << 15, True),  # a block of 16 tokens of 8 heads of 128
-    "random 1152 B": partial(_read, "random 1152 B", 1152, True),  # an MLA row
-    "multiply": partial(_arithmetic, "multiply", 1 << 18),
-    "tiles": partial(_arithmetic, "tiles", 1 << 16),
+    "copy_gbs": _copy,
+    "read_gbs": partial(_read, "read_gbs", 1 << 20, False),
+    "paged_read_gbs": partial(_read, "paged_read_gbs", 1 << 15, True),  # a block of 16 tokens of 8 heads of 128
+    "row_read_gbs": partial(_read, "row_read_gbs", 1152, True),  # an MLA row
+    "fp32_gflops": partial(_arithmetic, "fp32_gflops", "multiply", 1 << 18),
+    "amx_bf16_gflops": partial(_arithmetic, "amx_bf16_gflops", "tiles", 1 << 16),
 }
 
 
 def matrix_limit() -> str:
     """What bounds products of matrices here: tiles where the kernels use them."""
-    return "tiles" if library("cpu").isa == "amx" else "multiply"
+    return "amx_bf16_gflops" if library("cpu").isa == "amx" else "fp32_gflops"
 
 
 def limits() -> dict[str, float]:
     """Every limit, with the threads that torch uses: GB/s, and GFLOP/s of multiplying."""
-    names = [name for name in LIMITS if name != "tiles" or matrix_limit() == "tiles"]
+    names = [name for name in LIMITS if name in (matrix_limit(), "fp32_gflops") or not name.startswith("amx")]
     if library("cpu").reason:
-        names = ["copy"]
+        names = ["copy_gbs"]
     return {name: Limit.of(name).rate() for name in names}
 
 

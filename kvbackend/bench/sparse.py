@@ -77,7 +77,7 @@ def logits(make: Maker, *, others: bool) -> Iterator[Case]:
             return torch.mv(scores.relu_(), call["weights"][0].bfloat16())
 
         yield Case(
-            "indexer_logits", f"1 x {context}", calls, moved_bytes=2 * INDEX_DIM * context, limit="read",
+            "indexer_logits", f"1 x {context}", calls, moved_bytes=2 * INDEX_DIM * context, limit="read_gbs",
             peers={"torch, buffers given": peer},
         )  # fmt: skip
 
@@ -119,5 +119,5 @@ def attention(make: Maker, *, others: bool) -> Iterator[Case]:
 
         yield Case(
             "sparse_mla_attention", case, sparse, moved_bytes=2 * 576 * TOPK, operations=2 * (576 + 512) * heads * TOPK,
-            limit="random 1152 B" if heads == 16 else matrix_limit(), peers={f"mla_attention over {TOPK}": peer},
+            limit="row_read_gbs" if heads == 16 else matrix_limit(), peers={f"mla_attention over {TOPK}": peer},
         )  # fmt: skip

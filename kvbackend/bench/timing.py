@@ -60,7 +60,8 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """As the command prints it with --json."""
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        return rounded | {"ratio_to_best_peer": max((peer["ratio"] for peer in self.peers), default=None)}
 
 
 def interleaved(candidates: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, list[float]]:

@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
             "" if result.over_plain_us is None else f"{result.over_plain_us:+.1f}",
             "" if result.gbs is None else f"{result.gbs:.1f}",
             "" if result.gflops is None else f"{result.gflops:.0f}",
-            "" if result.of_limit is None else f"{result.of_limit:.0%} of {result.limit}",
+            "" if result.of_limit is None else f"{result.of_limit:.0%} of {_plain(result.limit)}",
             ", ".join(f"{peer['ratio']} of {peer['name']}" for peer in result.peers),
         )
         for result in found
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
         "time of a peer's",
     )  # fmt: skip
     print_table(titles, rows)
-    shown = ", ".join(f"{name} {value}" for name, value in at_most.items())
+    shown = ", ".join(f"{_plain(name)} {value}" for name, value in at_most.items())
     print(f"{here}; limits in GB/s and GFLOP/s: {shown}")
     return 0
 
@@ -152,6 +152,10 @@ def crossover(args: argparse.Namespace) -> int:
     print_table(("context", "dense us", "sparse us", "ratio", "choosing"), shown)
     print(crossover.dense_below(case)[1])
     return 0
+
+
+def _plain(limit: str | None) -> str:
+    return str(limit).rpartition("_")[0].replace("_", " ")
 
 
 def _numbers(name: str, text: str, wanted: int | None = None) -> list[int]:

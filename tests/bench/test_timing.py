@@ -22,7 +22,7 @@ def test_medians_are_of_paired_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Limit, "of", staticmethod(lambda name: Limit(name, "GB/s", 4e6, lambda: None)))
     scores = torch.randn(1, 64)
     case = Case(
-        "topk_indices", "a case", [dict(scores=scores, k=4)], torch.float32, moved_bytes=1_000_000, limit="copy",
+        "topk_indices", "a case", [dict(scores=scores, k=4)], torch.float32, moved_bytes=1_000_000, limit="copy_gbs",
         peers={"slow": lambda call: call["scores"].topk(call["k"])},
     )  # fmt: skip
     (result,) = timing.measured([case])
@@ -30,6 +30,7 @@ def test_medians_are_of_paired_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.median_us == 2e3
     assert result.gbs == pytest.approx(1e6 / 2e-3 / 1e9)
     assert result.of_limit == pytest.approx(1e6 / 4e6 / 2)  # a quarter of its work, in twice its time
+    assert result.to_dict()["ratio_to_best_peer"] == 0.5
     assert result.peers == [{"name": "slow", "median_us": 2e3, "ratio": 0.5, "differs": None}]
 
 
@@ -56,7 +57,7 @@ def test_limits_are_measured() -> None:
     found = limits.limits()
     Limit.of.cache_clear()
     limits._pool.cache_clear()
-    assert {"copy", "read", "random 32 KiB", "random 1152 B", "multiply"} <= set(found)
+    assert {"copy_gbs", "read_gbs", "paged_read_gbs", "row_read_gbs", "fp32_gflops"} <= set(found)
     assert all(rate > 0 for rate in found.values())
 
 
