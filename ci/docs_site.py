@@ -1,7 +1,7 @@
 """What mkdocs asks for besides the pages in docs/: those that come from code, and how docstrings are shown.
 
-The README is the first page, CONTRIBUTING and CHANGELOG are pages; the op reference, the commands and the tables of formats
-and records are made from the package itself, so that they cannot say anything else.
+The README is the first page, CONTRIBUTING and CHANGELOG are pages; the op reference, the commands and the tables of
+formats and records are made from the package itself, so that they cannot say anything else.
 """
 
 from __future__ import annotations

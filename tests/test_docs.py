@@ -1,4 +1,4 @@
-"""Examples in Python that the pages show with their output print just that."""
+"""Examples in Python that the pages show with their output print just that; links lead to files that are there."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ def test_examples_print_what_the_page_says(code: str, printed: str, capsys: pyte
     with kvbackend.use("reference"):  # what is printed does not depend on who computes it
         exec(compile(code, "example", "exec"), {})
     assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    made = {"index.md", "ops.md", "commands.md", "contributing.md", "changelog.md"}  # by ci/docs_site.py
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text("utf-8"))
+    assert [link for link in links if link not in made and not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r": ([a-z_]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert {page.name for page in PAGES[1:]} <= set(listed)
