@@ -22,7 +22,7 @@ from .grids import GRIDS
 
 RULES = ("pow2_ceil", "amax")
 # records whose readers take a NaN scale to mean 16 unusable channels; elsewhere a NaN is coded as 0
-_NAN_SCALES = ("v41_fp4_288", "v41_fp4_288_planar")
+NAN_SCALES = ("v41_fp4_288", "v41_fp4_288_planar")
 
 
 def pack_record(rows: Tensor, record_name: str, rule: str = "pow2_ceil", floor: float | None = None) -> Tensor:
@@ -156,6 +156,11 @@ def _field(record: Record, name: str) -> Field:
     return next(field for plane in record.planes for field in plane if field.name == name)
 
 
+def smallest_amax(record: Record) -> float | None:
+    """The smallest amax that a power of two is made for by default; None: the rule's own."""
+    return 0.0448 if record.name.startswith("v32_fp8") else None
+
+
 def _encode(
     x: Tensor, record: Record, codes: Field, scales: Field, rule: str, floor: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -163,7 +168,7 @@ def _encode(
     grid, group = GRIDS[codes.dtype], x.shape[-1] // scales.count
     broken = x.isnan()
     x = grids.without_nan(x)
-    if record.name in _NAN_SCALES:
+    if record.name in NAN_SCALES:
         broken = broken.unflatten(-1, (scales.count, group)).any(-1)
         x = x.masked_fill(broken.repeat_interleave(group, -1), 0)
     amax = grids.magnitude(x).unflatten(-1, (scales.count, group)).amax(-1)
@@ -175,14 +180,13 @@ def _encode(
         dtype = getattr(torch, scales.dtype)
         found = grids.make_scales(amax, grid, "amax", floor).clamp(max=torch.finfo(dtype).max).to(dtype)
     else:
-        held_by_scale = record.name.startswith("v32_fp8")
-        found = grids.make_scales(amax, grid, "pow2_ceil", 0.0448 if floor is None and held_by_scale else floor)
+        found = grids.make_scales(amax, grid, "pow2_ceil", smallest_amax(record) if floor is None else floor)
         if scales.dtype != "float8_e8m0fnu":
             found = grids.scale_values(found).to(getattr(torch, scales.dtype))
     y = x / grids.scale_values(found).repeat_interleave(group, -1)
     # Ascend's index keys round to nearest even, unlike the format int8
     stored = grid.codes(y.round() if codes.dtype == "int8" else y)
-    if record.name in _NAN_SCALES:
+    if record.name in NAN_SCALES:
         found = found.view(torch.uint8).masked_fill(broken, 0x7F).view(torch.float8_e4m3fn)
     if record.name == "v32_nvfp4_352":  # the scale of block s at byte 8 * (s & 3) + (s >> 2)
         found = found.view(torch.uint8).unflatten(-1, (8, 4)).mT.flatten(-2).view(torch.float8_e4m3fn)

@@ -1,7 +1,7 @@
 """Numbers of 8 and 4 bits and their scales, to the bit as `kvbackend.codecs.grids` has them.
 
 CODE    "e4m3", "e5m2", "int8", "e2m1" (two in a byte) or "int4" (unsigned, two in a byte)
-SCALE   dtype of the scales: "float32", "float16", "e8m0" or "e4m3"
+SCALE   dtype of the scales: "float32", "float16", "bfloat16", "e8m0" or "e4m3"
 RULE    how a scale comes from the largest magnitude: as in `grids.make_scales`
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbackend import backends
+from kvbackend import backends, formats
 from kvbackend.matrix import TOLERANCES, difference
 from kvbackend.ops import registry
 
@@ -31,6 +31,12 @@ def batch() -> dict[str, Any]:
         block_table=torch.tensor([[LAST - 1, LAST]]).int(), seq_lens=torch.tensor([29]).int(),
         cu_seqlens_q=torch.tensor([0, 6]).int(), max_seqlen_q=6, softmax_scale=0.2,
     )  # fmt: skip
+
+
+def far_records(record: str, count: int, offset: int = 0) -> Tensor:
+    """[2, bytes of `count` rows] uint8, more than 2^31 bytes apart; no wider word fits an odd offset."""
+    memory = torch.empty((1 << 31) + 65536, dtype=torch.uint8)
+    return memory.as_strided((2, formats.record(record).page_bytes(count)), ((1 << 31) + 16, 1), offset)
 
 
 def run(name: str, **args: Any) -> Any:
@@ -60,6 +66,11 @@ def verdicts() -> dict[str, str | None]:
     parts = dict(ckv_cache=latents[..., :32], kpe_cache=latents[..., 32:])
     queries = dict(q_nope=torch.randn(6, 3, 32).bfloat16(), q_pe=torch.randn(6, 3, 8).bfloat16())
     found["mla_attention"] = apart("mla_attention", **queries, **parts, **batch())
+    shared = dict(
+        window_cache=latents, window_table=torch.tensor([[LAST, LAST - 1]]), window=9, compressed_cache=latents
+    )
+    q = torch.randn(6, 3, 40).bfloat16()
+    found["shared_kv_attention"] = apart("shared_kv_attention", q=q, **shared, **batch())
     ragged = dict(block_table=batch()["block_table"], cu_seqlens=torch.tensor([0, 29]).int(), num_tokens=29)
     found["gather_cache"] = apart("gather_cache", cache=keys, **ragged)
     run("copy_blocks", cache=keys, block_mapping=torch.tensor([[LAST, LAST - 1]]))
@@ -71,4 +82,13 @@ def verdicts() -> dict[str, str | None]:
     row = torch.randn(2, 40).bfloat16()
     run("concat_and_cache_mla", ckv=row[:, :32], kpe=row[:, 32:], slot_mapping=slots, **parts)
     found["concat_and_cache_mla"] = same(latents[LAST, [3, 15]], row)
+    pages = far_records("v4_fp8_584", 4, 1)
+    pages.random_(generator=torch.Generator().manual_seed(5))
+    layouts = dict(from_layout="v4_fp8_584", to_layout="v4_fp8_640_ascend", block_size=4)
+    found["transcode"] = apart("transcode", pages=pages, **layouts)
+    stored = dict(kv_format="index_int8_130", block_size=4)
+    near, far = torch.zeros(2, 520, dtype=torch.uint8), far_records("index_int8_130", 4).zero_()
+    for cache in (near, far):
+        run("store_rows", rows=torch.ones(2, 128), cache=cache, slot_mapping=torch.tensor([1, 6]), **stored)
+    found["store_rows"] = same(far, near)
     return found

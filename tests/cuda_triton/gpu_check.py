@@ -179,16 +179,17 @@ def results(name: str, result: Any, args: dict[str, Any]) -> list[Tensor]:
 def materialize(call: dict[str, Any], device: str) -> dict[str, Any]:
     """The call with numbers: full sequences over shuffled blocks, queries at their ends, codes that are finite."""
     generator = torch.Generator().manual_seed(3)
-    cache = next((call[key] for key in ("key_cache", "ckv_cache", "cache") if call.get(key) is not None), None)
+    names = ("key_cache", "ckv_cache", "compressed_cache", "cache")
+    cache = next((call[key] for key in names if call.get(key) is not None), None)
     made: dict[str, Any] = dict(call)
     pools: dict[int, Tensor] = {}
     for name, meta in call.items():
         if not isinstance(meta, Tensor):
             continue
-        if name == "block_table":
+        if name in ("block_table", "window_table"):
             value = torch.randperm(meta.numel(), generator=generator).reshape(meta.shape)
         elif name == "seq_lens":
-            value = torch.full(meta.shape, rows_of(call, cache) // meta.shape[0])
+            value = torch.full(meta.shape, rows_of(call, cache) * call.get("compress_ratio", 1) // meta.shape[0])
         elif name in ("cu_seqlens_q", "cu_seqlens"):
             each = call["num_tokens"] // (len(meta) - 1) if name == "cu_seqlens" else call["max_seqlen_q"]
             value = torch.arange(len(meta)) * each
@@ -228,12 +229,15 @@ def traffic(name: str, args: dict[str, Any]) -> float:
     other = sum(sizes.values()) - sum(pools.values())
     if name == "copy_blocks":
         return 2 * pools["cache"] / args["cache"].shape[0] * len(args["block_mapping"])
-    if name == "reshape_and_cache":
-        share = len(args["slot_mapping"]) / rows_of(args, args["key_cache"])
+    if name == "transcode":
+        return 2 * sizes["pages"]
+    if name in ("reshape_and_cache", "store_rows"):
+        share = len(args["slot_mapping"]) / rows_of(args, args.get("key_cache", args.get("cache")))
         return other + share * sum(pools.values())
-    if name == "sparse_mla_attention":
-        share = args["topk_indices"].numel() / rows_of(args, args["ckv_cache"])
-        return other + share * sum(pools.values())
+    if "topk_indices" in args:
+        chosen_of = "ckv_cache" if name == "sparse_mla_attention" else "compressed_cache"
+        share = args["topk_indices"].numel() / rows_of(args, args[chosen_of])
+        return other + sizes.get("window_cache", 0) + share * sizes[chosen_of]
     if args.get("window", -1) > 0:
         share = args["window"] * len(args["seq_lens"]) / rows_of(args, args["key_cache"])
         return other + share * sum(pools.values())
@@ -254,6 +258,9 @@ def flops(name: str, args: dict[str, Any]) -> float:
         return 2 * seen * args["q_nope"].shape[1] * (2 * 512 + 64)
     if name == "sparse_mla_attention":
         return 2 * args["topk_indices"].numel() * args["q_nope"].shape[1] * (2 * 512 + 64)
+    if name == "shared_kv_attention":
+        seen = args["topk_indices"].numel() + args["window"] * args["q"].shape[0]
+        return 4 * seen * args["q"].shape[1] * 512
     return 0.0
 
 

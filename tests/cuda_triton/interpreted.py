@@ -54,7 +54,7 @@ def calls(name: str, every_dtype: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         for index, (sample, args) in enumerate(registry[name].make_samples("cpu", dtype)):
             if every_dtype or (index % len(DTYPES) == turn and (turn == 0 or name not in COMPOSED)):
                 yield f"{sample}, {str(dtype).removeprefix('torch.')}", args
-    if name in ("paged_attention", "mla_attention", "reshape_and_cache", "concat_and_cache_mla", "gather_cache"):
+    if name in quantized.OPS:
         for dtype in DTYPES if every_dtype else (torch.bfloat16,):
             for kv_format, args in quantized.calls(name, dtype):
                 yield f"{kv_format}, {str(dtype).removeprefix('torch.')}", args

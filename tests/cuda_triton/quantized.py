@@ -11,6 +11,9 @@ from torch import Tensor
 from kvbackend import codecs, formats
 from kvbackend.codecs import split
 
+OPS = (
+    "paged_attention", "mla_attention", "reshape_and_cache", "concat_and_cache_mla", "gather_cache", "store_rows",
+)  # fmt: skip
 PAGED = [
     "fp8_e4m3", "fp8_e5m2:head", "fp8_e4m3:channel", "fp8_e5m2:token_head", "fp8_e4m3:32", "int8", "mxfp8", "mxfp4",
     "nvfp4", "fp4_e2m1", "fp4_e2m1:channel", "int4", "int8/fp8_e4m3:head", "nvfp4/bf16",
@@ -60,8 +63,22 @@ def _batch() -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _strange_rows(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows with NaN and infinities into each record."""
+    for name in formats.record_names():
+        record = formats.record(name)
+        rows = Maker(dtype).randn(5, sum(record.dims))
+        rows[0, 3], rows[1, 0], rows[2, 100], rows[3, -1] = torch.nan, torch.inf, -torch.inf, torch.inf
+        cache = torch.full((2, record.page_bytes(4)), 255, dtype=torch.uint8)
+        slots = torch.tensor([5, 0, 7, 2, 3])
+        yield f"{name}, NaN", dict(rows=rows, cache=cache, slot_mapping=slots, kv_format=name, block_size=4)
+
+
 def calls(name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """The op's calls, by format."""
+    if name == "store_rows":
+        yield from _strange_rows(dtype)
+        return
     for kv_format in PAGED if name in ("paged_attention", "reshape_and_cache", "gather_cache") else LATENT:
         if kv_format == "nvfp4/bf16" and dtype is not torch.bfloat16:
             continue
@@ -105,7 +122,17 @@ def batch_mates() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     )  # fmt: skip
     caches, latent = make.caches("bf16"), make.latent("fp8_e4m3")
     q, q_nope, q_pe = make.randn(7, 6, DIM), make.randn(7, 3, DIM), make.randn(7, 3, 16)
+    rings = dict(window_table=torch.tensor([[2, 1], [0, 4]]), window=9, compress_ratio=2)
+    shared, new = (
+        dict(window_cache=make.randn(BLOCKS, BLOCK, DIM), compressed_cache=make.randn(BLOCKS, BLOCK, DIM)),
+        q[:, 0],
+    )
+    own_ring = rings | dict(window_table=rings["window_table"][1:])
     return {
+        "shared_kv_attention": (
+            dict(q=q, kv=new, **shared, **rings, **mixed),
+            dict(q=q[6:], kv=new[6:], **shared, **own_ring, **alone),
+        ),
         "paged_attention": (dict(q=q, **caches, **mixed), dict(q=q[6:], **caches, **alone)),
         "mla_attention": (
             dict(q_nope=q_nope, q_pe=q_pe, **latent, **mixed),

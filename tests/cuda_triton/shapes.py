@@ -92,10 +92,26 @@ class Shapes:
         """DeepSeek-V3.2: chosen tokens of each query."""
         call = self.mla(queries)
         if kv_format != "auto":
-            page_bytes = formats.record(kv_format).page_bytes(64)
-            pages = _meta(self.num_seqs * self.length // 64, page_bytes, dtype=torch.uint8)
-            call |= dict(ckv_cache=pages, kpe_cache=None, kv_format=kv_format)
+            call |= dict(ckv_cache=self.records(kv_format), kpe_cache=None, kv_format=kv_format)
         return call | dict(topk_indices=_meta(self.num_seqs * queries, self.topk, dtype=torch.int32))
+
+    def shared_kv(self, queries: int, window_format: str, kv_format: str, chosen: bool = True) -> dict[str, Any]:
+        """DeepSeek-V4 and V4.1: a ring of 128 rows and one entry for 4 tokens."""
+
+        def pages(name: str, blocks: int) -> torch.Tensor:
+            return _meta(blocks, 64, 512) if name == "auto" else self.records(name, blocks)
+
+        tokens = self.num_seqs * queries
+        blocks_of_entries = max(self.length // 256, 1)
+        batch = self.batch(queries, blocks_of_entries, 1)
+        chosen_ones = dict(topk_indices=_meta(tokens, self.topk // 4, dtype=torch.int32)) if chosen else {}
+        return dict(
+            q=_meta(tokens, self.mla_heads // 2, 512), window_cache=pages(window_format, 2 * self.num_seqs),
+            window_table=_meta(self.num_seqs, 2, dtype=torch.int32), window=128, kv=_meta(tokens, 512),
+            compressed_cache=pages(kv_format, self.num_seqs * blocks_of_entries), compress_ratio=4, softmax_scale=0.1,
+            **batch, **chosen_ones, sinks=_meta(self.mla_heads // 2), window_format=window_format, kv_format=kv_format,
+            cos_sin=_meta(8192, 64, dtype=torch.float32),
+        )  # fmt: skip
 
     def index(self, queries: int, kv_format: str = "auto") -> dict[str, Any]:
         """DeepSeek-V3.2's indexer."""
@@ -125,6 +141,21 @@ class Shapes:
             cu_seqlens=_meta(self.num_seqs + 1, dtype=torch.int32),
         )  # fmt: skip
 
+    def transcoding(self, source: str, target: str) -> dict[str, Any]:
+        """All pages of a pool, for another vendor's readers."""
+        return dict(pages=self.records(source), from_layout=source, to_layout=target, block_size=64)
+
+    def storing(self, record: str) -> dict[str, Any]:
+        """New rows into records."""
+        rows = _meta(self.tokens, sum(formats.record(record).dims))
+        slots = _meta(self.tokens, dtype=torch.int64)
+        return dict(rows=rows, cache=self.records(record), slot_mapping=slots, kv_format=record)
+
+    def records(self, name: str, blocks: int | None = None) -> torch.Tensor:
+        """A pool of pages of 64 rows."""
+        page_bytes = formats.record(name).page_bytes(64)
+        return _meta(blocks or self.num_seqs * self.length // 64, page_bytes, dtype=torch.uint8)
+
     def calls(self) -> Iterator[Call]:
         """Every hot call."""
         sinks = dict(dim=64, group=8, window=128, sinks=_meta(64))
@@ -139,6 +170,10 @@ class Shapes:
         yield "mla_attention", "prefill, 16 heads", self.mla(self.prefill // 2, 16)
         yield "sparse_mla_attention", "decode, 128 heads", self.sparse_mla(1)
         yield "sparse_mla_attention", "prefill, 128 heads", self.sparse_mla(self.prefill // 2)
+        yield "shared_kv_attention", "decode, 64 heads", self.shared_kv(1, "auto", "auto")
+        yield "shared_kv_attention", "decode, V4", self.shared_kv(1, "v4_fp8_584", "v4_fp8_584")
+        yield "shared_kv_attention", "decode, V4.1", self.shared_kv(1, "v41_fp8_528", "v41_fp4_288")
+        yield "shared_kv_attention", "prefill, 64 heads", self.shared_kv(self.prefill // 2, "auto", "auto")
         yield "indexer_logits", "decode, 64 heads", self.index(1)
         yield "indexer_logits", "decode, index_fp8_132", self.index(1, "index_fp8_132")
         scores = _meta(self.num_seqs, self.index_length, dtype=torch.float32)
@@ -148,6 +183,10 @@ class Shapes:
         yield "reshape_and_cache", "nvfp4", self.writing("nvfp4")
         yield "gather_cache", "bf16", self.gathering()
         yield "gather_cache", "fp8_e4m3", self.gathering("fp8_e4m3")
+        for record in ("v4_fp8_584", "v41_fp4_288"):
+            yield "store_rows", record, self.storing(record)
+        for pair in (("v32_fp8_656", "v32_fp8_656_ascend"), ("v4_fp8_584", "v4_fp8_608_ascend")):
+            yield "transcode", " to ".join(pair), self.transcoding(*pair)
         cache = _meta(self.num_seqs * self.length // 16, 16, 8, 128)
         yield "copy_blocks", "2 blocks", dict(cache=cache, block_mapping=_meta(2, 2, dtype=torch.int64))
         rope = dict(x=_meta(self.tokens, 32, 128), positions=_meta(self.tokens, dtype=torch.int64))
@@ -163,6 +202,11 @@ class Shapes:
                 yield "reshape_and_cache", f"in {kv_format}", self.writing(kv_format)
         for kv_format in quantized.LATENT:
             yield "mla_attention", f"decode in {kv_format}", self.mla(1, None, kv_format)
+        for record in formats.record_names():
+            yield "store_rows", f"in {record}", self.storing(record) | dict(block_size=64)
+        for record in ("v4_fp8_608_ascend", "v41_fp8_528", "v41_fp4_288_planar"):
+            call = self.shared_kv(1, record, record, chosen=False)
+            yield "shared_kv_attention", f"decode in {record}", call
         for record in _records_of("mla", "v32_nvfp4_352"):
             yield "sparse_mla_attention", f"decode in {record}", self.sparse_mla(1, record)
         for record in _records_of("index_key", ""):

@@ -14,7 +14,9 @@ from ...ops._formats import Cached
 from . import launching
 
 CODES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8", "uint8": "e2m1"}
-SCALES = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3", "float16": "float16", "float32": "float32"}
+SCALES = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"} | {
+    name: name for name in ("bfloat16", "float16", "float32")
+}
 
 
 def code_name(fmt: KVFormat) -> str:

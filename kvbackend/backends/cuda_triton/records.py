@@ -21,16 +21,27 @@ def unsupported(kv_format: str) -> Iterator[str]:
         )
 
 
-def fields(pages: Tensor, kv_format: str, block_size: int) -> dict[str, Tensor]:
-    """The fields of pages [nb, page_bytes]: name -> view [nb, block_size, count] in the field's dtype."""
+def byte_fields(pages: Tensor, kv_format: str, block_size: int) -> dict[str, Tensor]:
+    """The fields of pages [nb, page_bytes]: name -> view [nb, block_size, bytes of a row]."""
     record, found, start = formats.record(kv_format), {}, 0
     for plane, plane_bytes in zip(record.planes, record.plane_bytes, strict=True):
         rows = pages[:, start : start + block_size * plane_bytes].unflatten(1, (block_size, plane_bytes))
         start, offset = start + block_size * plane_bytes, 0
         for field in plane:
-            found[field.name] = rows[..., offset : offset + field.bytes].view(getattr(torch, field.dtype))
+            found[field.name] = rows[..., offset : offset + field.bytes]
             offset += field.bytes
     return found
+
+
+def fields(pages: Tensor, kv_format: str, block_size: int) -> dict[str, Tensor]:
+    """The fields of pages [nb, page_bytes]: name -> view [nb, block_size, count] in the field's dtype."""
+    found = byte_fields(pages, kv_format, block_size)
+    return {name: view.view(getattr(torch, dtype_of(kv_format, name))) for name, view in found.items()}
+
+
+def dtype_of(kv_format: str, name: str) -> str:
+    """The dtype of a field."""
+    return next(field.dtype for plane in formats.record(kv_format).planes for field in plane if field.name == name)
 
 
 def operand(pages: Tensor, kv_format: str, block_size: int) -> tuple[Operand, Tensor | None]:
