@@ -1,3 +1,5 @@
+from typing import Any
+
 import torch
 
 from ... import formats
@@ -18,7 +20,7 @@ def run(pages, from_layout, to_layout, block_size):
     pages = pages if pages.stride(1) == 1 else pages.contiguous()
     source, target = (records.byte_fields(*of, block_size) for of in ((pages, from_layout), (out, to_layout)))
     none, fields = out[:, None, :0], []
-    constants = {"SCALES_HOW": "copy"}
+    constants: dict[str, Any] = {"SCALES_HOW": "copy"}
     for name, prefix in (("codes", "CODES"), ("rope", "ROPE"), ("scales", "SCALES")):
         have, want = source.get(name, none), target.get(name, none)
         if name == "scales" and have.shape != want.shape:  # a byte each becomes a bfloat16
