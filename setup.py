@@ -3,18 +3,24 @@
 The libraries use libtorch's stable ABI only, so one binary serves torch 2.10 and later and every Python. Each
 csrc/cpu/<op>.cpp is compiled once per instruction set (csrc/cpu/kernel.h). A library that cannot be built is left out
 with a message: kvbackend then runs without its kernels and says so.
+
+csrc/npu is not among them: torch_npu has no stable ABI. `python setup.py build_npu` compiles it against the torch_npu
+that is installed, for this source tree; no wheel carries it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
@@ -44,9 +50,7 @@ def cpu_library(build: Path, target: Path) -> None:
     stamps, tables = from_python()
     ops = sorted(path for path in (SOURCES / "cpu").glob("*.cpp") if path.stem in stamps)
     probes = SOURCES / "cpu" / "probes.cpp"  # in every variant too, but no op
-    stamp = "\\n".join(stamps[path.stem].replace('"', '\\"') for path in ops)
-    build.mkdir(parents=True, exist_ok=True)
-    write_if_changed(build / "stamp.h", f'#define KVBACKEND_STAMP "{stamp}"\n')
+    write_stamp(build, (stamps[path.stem] for path in ops))
     for name, table in tables.items():
         write_if_changed(build / name, table)
     includes = [f"-I{path}" for path in (build, *torch_includes())]
@@ -60,12 +64,42 @@ def cpu_library(build: Path, target: Path) -> None:
                 continue
             output = build / f"{path.stem}.{variant}.o"
             jobs.append((path, output, [f"-DKVBACKEND_ISA={variant}", *registers, *flags]))
+    libraries = [f"-L{path}" for path in torch_library_paths()] + ["-ltorch_cpu", "-ltorch", "-lc10"]
+    compile_and_link(common, jobs, libraries, target)
+
+
+def npu_library(build: Path, torch_npu: Path, target: Path) -> None:
+    """Compile csrc/npu against the headers of an installed torch_npu; CANN is not needed for that."""
+    import torch
+
+    stamps, _ = from_python()
+    sources = sorted((SOURCES / "npu").glob("*.cpp"))
+    write_stamp(build, (stamps[path.stem] for path in sources if path.stem in stamps))
+    own = torch_npu / "include"
+    parts = ("third_party/acl/inc", "third_party/hccl/inc", "third_party/op-plugin")
+    includes = [f"-isystem{path}" for path in (*torch_includes(), own, *(own / part for part in parts))]
+    major, minor = torch.__version__.split(".")[:2]
+    common = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", f"-ffile-prefix-map={ROOT}=.", f"-I{build}"]
+    common += [f"-DCURRENT_VERSION=V{major}R{minor}", *includes]  # torch_npu's headers ask for their torch
+    libraries = [f"-L{path}" for path in (torch_npu / "lib", *torch_library_paths())]
+    libraries += ["-ltorch_npu", "-ltorch", "-ltorch_cpu", "-lc10"]
+    compile_and_link(common, [(path, build / f"{path.stem}.o", []) for path in sources], libraries, target)
+
+
+def write_stamp(build: Path, schemas: Iterable[str]) -> None:
+    build.mkdir(parents=True, exist_ok=True)
+    stamp = "\\n".join(schema.replace('"', '\\"') for schema in schemas)
+    write_if_changed(build / "stamp.h", f'#define KVBACKEND_STAMP "{stamp}"\n')
+
+
+def compile_and_link(
+    common: list[str], jobs: list[tuple[Path, Path, list[str]]], libraries: list[str], target: Path
+) -> None:
     compiler = os.environ.get("CXX", "c++")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compile_one(compiler, common, *job), jobs))
     target.parent.mkdir(parents=True, exist_ok=True)
     objects = [str(output) for _, output, _ in jobs]
-    libraries = [f"-L{path}" for path in torch_library_paths()] + ["-ltorch_cpu", "-ltorch", "-lc10"]
     linked = target.with_suffix(".tmp")
     run([compiler, "-shared", "-Wl,-soname," + target.name, *objects, *libraries, "-o", str(linked)])
     linked.replace(target)  # whoever has the old library mapped keeps it
@@ -165,7 +199,34 @@ class BuildLibraries(build_ext):
             print(f"kvbackend: the module kvbackend._build is NOT built.\n{error}", file=sys.stderr)
 
 
+class BuildNpu(Command):
+    """Compile csrc/npu, or say what is missing."""
+
+    description = "compile csrc/npu against the installed torch_npu, for this source tree"
+    user_options = []  # noqa: RUF012  (setuptools reads it of the class)
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        found = importlib.util.find_spec("torch_npu")  # not imported: that needs CANN
+        if found is None or found.origin is None:
+            raise SystemExit(
+                "torch_npu is not installed; csrc/npu is compiled against its headers: install the torch-npu of your "
+                "torch (docs/ascend.md)"
+            )
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch must not import it either
+        version = metadata.version("torch-npu")
+        target = ROOT / "kvbackend" / "_lib" / f"torch_npu-{version}" / "libkvbackend_npu.so"
+        try:
+            npu_library(ROOT / "build" / f"torch_npu-{version}", Path(found.origin).parent, target)
+        except NotBuiltError as error:
+            raise SystemExit(f"csrc/npu does not compile against torch_npu {version}.\n{error}") from error
+        print(f"{target.relative_to(ROOT)}: for torch_npu {version}")
+
+
 module = Extension(
     "kvbackend._build", ["csrc/module.cpp"], extra_compile_args=["-std=c++17", "-fvisibility=hidden"], optional=True
 )
-setup(ext_modules=[module], cmdclass={"build_ext": BuildLibraries})
+setup(ext_modules=[module], cmdclass={"build_ext": BuildLibraries, "build_npu": BuildNpu})

@@ -15,4 +15,5 @@ if [ "${1:-}" = --dry ]; then
     exec build/npu/bin/python -m tests.npu.device.check --fake "$@"
 fi
 "$python" -m kvbackend doctor || true # it says what is wrong; the check goes on as far as it can
+"$python" setup.py --quiet build_npu || true
 exec "$python" -m tests.npu.device.check "$@"

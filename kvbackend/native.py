@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "_lib"
 CPU_ISAS = ("plain", "avx2", "avx512", "amx")  # what KVBACKEND_CPU_ISA may force (csrc/cpu/isa.cpp)
 MIN_TORCH = (2, 10)  # TORCH_TARGET_VERSION of the libraries (setup.py)
+_BUILDING = {"npu": "python setup.py build_npu"}  # in the source tree
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class DeviceLibrary:
 
 @cache
 def library(device: str) -> DeviceLibrary:
-    """Load `_lib/libkvbackend_<device>.so`, once per process."""
-    path = FOLDER / f"libkvbackend_{device}.so"
+    """Load `_lib/libkvbackend_<device>.so`, once per process; that of an NPU lies in a folder for its torch_npu."""
+    folder = FOLDER / f"torch_npu-{metadata.version('torch-npu')}" if device == "npu" else FOLDER
+    path = folder / f"libkvbackend_{device}.so"
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     forced = os.environ.get("KVBACKEND_CPU_ISA", "")
     if device == "cpu" and forced not in ("", *CPU_ISAS):
@@ -54,18 +57,26 @@ def library(device: str) -> DeviceLibrary:
     if not path.exists():
         return DeviceLibrary(
             reason=f"the {device} kernels are not built, {path.name} is missing; a C++17 compiler builds them: "
-            f"run `pip install --no-build-isolation -e .` in the source tree and read its output"
+            f"run `{building(device)}` in the source tree and read its output"
         )
     try:
         loaded = ctypes.CDLL(str(path))
-        stamp, isa = loaded.kvbackend_stamp, loaded.kvbackend_isa
+        stamp, isa = loaded.kvbackend_stamp, getattr(loaded, "kvbackend_isa", None)
     except (OSError, AttributeError) as error:
         cause = primary_cause(str(error))
         what = f"{path.name} cannot be loaded ({error})" + (f"; {cause}" if cause else "")
         return DeviceLibrary(reason=f"{what}: run `kvbackend doctor`")
-    stamp.restype = isa.restype = ctypes.c_char_p
+    stamp.restype = ctypes.c_char_p
     schemas = {line.partition("(")[0]: line for line in stamp().decode().splitlines()}
+    if isa is None:
+        return DeviceLibrary(schemas)
+    isa.restype = ctypes.c_char_p
     return DeviceLibrary(schemas, isa().decode())
+
+
+def building(device: str) -> str:
+    """The command that builds a device's library."""
+    return _BUILDING.get(device, "pip install --no-build-isolation -e .")
 
 
 def build_facts() -> dict[str, Any]:
@@ -86,12 +97,9 @@ def missing(op: Op, device: str) -> Iterator[str]:
     if loaded.reason:
         return
     if op.name not in loaded.schemas:
-        yield f"the {device} library was built without {op.name}: run `pip install --no-build-isolation -e .` again"
+        yield f"the {device} library was built without {op.name}: run `{building(device)}` again"
     elif loaded.schemas[op.name] != codegen.stamp(op):
-        yield (
-            f"the {device} library was built for another version of {op.name}: rebuild it with "
-            f"`pip install --no-build-isolation -e .`"
-        )
+        yield f"the {device} library was built for another version of {op.name}: rebuild it with `{building(device)}`"
 
 
 def kernel(op: Op) -> Callable[..., Any]:

@@ -14,6 +14,8 @@ from kvbackend.ops import registry
 
 NPU = backends.registered()["npu"]
 ADAPTED = [name for name in sorted(registry) if NPU.adapter(name) is not None]
+OWN = ("copy_blocks", "swap_blocks")  # of our own library, csrc/npu; the others call torch_npu, or torch
+CALLING = [name for name in ADAPTED if name not in OWN]
 
 
 def reasons(op: str, args: Mapping[str, Any]) -> list[str]:

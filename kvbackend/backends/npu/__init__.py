@@ -1,5 +1,7 @@
 """Huawei Ascend NPUs through torch_npu: one call of torch_npu for each op, or a few where no fused one exists.
 
+Block copies, which torch_npu does not have, are in our own library, csrc/npu.
+
 Which products, dtypes and sizes each vendor op takes stands in `vendor_ops.py`, with sources; the predicates are
 derived from there. What has been proved, and that nothing has run on an NPU yet, stands in docs/ascend.md.
 """
@@ -11,26 +13,25 @@ from collections.abc import Iterator
 DEVICE = "npu"
 ORDER = 100
 
-# Why an op has no module here; its reference, which is plain torch, runs on the NPU.
-_PLAIN = "torch_npu has no fused op for it, and its reference is a few plain torch ops"
-_V4 = (
-    "torch_npu has no shared key-value attention; CANN's sparse_flash_mla is in the package cann_ops_transformer "
-    "(ops-transformer, python/), which compiles itself against CANN at the first call"
-)
-_BITS = "its codes must match to the bit, and the op-plugin documentation states neither"
+# Why an op has no module here, and where that was read; its reference, which is plain torch, runs on the NPU.
+_SCHEMAS = "schemas of the torch_npu wheels 2.9.0 to 2.14.0"
+_DOCUMENTED = "op-plugin documentation of 26.1.0"
+_PLAIN = f"torch_npu has no fused op for it ({_SCHEMAS}); its reference is the composition of torch ops"
+_BITS = "its codes must match to the bit, and the documentation states neither"
+_V4 = "and one name stands for prototypes that differ (docs/ascend.md)"
 WITHOUT = {
-    "accumulate_scores": "no torch_npu attention returns probabilities (op-plugin documentation of 26.1.0)",
+    "accumulate_scores": f"no torch_npu attention returns probabilities ({_DOCUMENTED})",
     "candidate_blocks": _PLAIN,
     "compact_cache": _PLAIN,
-    "compress_kv": _V4.replace("shared key-value attention", "compressor").replace("sparse_flash_mla", "compressor"),
-    "copy_blocks": f"{_PLAIN}; the block copies of vllm-ascend are in its own extension",
-    "dequantize_kv": f"{_BITS} the order of roundings of npu_anti_mx_quant nor that of npu_anti_quant",
-    "indexer_logits": "npu_lightning_indexer returns positions; its return_value is for training and dense keys only",
-    "quantize_kv": f"{_BITS} how npu_dynamic_quant and npu_dynamic_mx_quant round nor what becomes of NaN and inf",
+    "compress_kv": f"torch_npu has no compressor ({_SCHEMAS}); CANN's aclnnCompressor projects the rows itself, {_V4}",
+    "dequantize_kv": f"{_BITS} the order of roundings of npu_anti_mx_quant nor that of npu_anti_quant ({_DOCUMENTED})",
+    "indexer_logits": f"npu_lightning_indexer returns positions; values for training and dense keys ({_DOCUMENTED})",
+    "quantize_kv": f"{_BITS} how npu_dynamic_quant and npu_dynamic_mx_quant round nor what becomes of NaN and inf "
+    f"({_DOCUMENTED})",
     "select_tokens": _PLAIN,
-    "shared_kv_attention": _V4,
-    "swap_blocks": f"{_PLAIN}; copies between host and device are torch's own",
-    "topk_indices": "no torch_npu top-k documents which of equal scores it takes; the op's rule is the lowest position",
+    "shared_kv_attention": f"torch_npu has none ({_SCHEMAS}); CANN's is aclnnSparseFlashMla, {_V4}",
+    "topk_indices": f"no torch_npu top-k says which of equal scores it takes ({_DOCUMENTED}); the op's rule is the "
+    f"lowest position, which its reference's stable sort keeps",
     "transcode": _PLAIN,
 }
 

@@ -19,7 +19,7 @@ from kvbackend.backends.npu import target
 from kvbackend.matrix import copy_arguments, flat_results
 from kvbackend.ops import registry
 from tests.npu import cases, judge
-from tests.npu.device.moving import moved
+from tests.npu.device.moving import ON_HOST, moved
 
 # Calls that rest on something which Ascend's documentation does not say (docs/ascend.md)
 UNDOCUMENTED = ("padding", "all padding", "int32 slots", "rows past the batch", "equal scores")
@@ -33,7 +33,7 @@ def check(op: str, dtype: torch.dtype) -> tuple[int, int, list[str]]:
             refused += 1
             continue
         taken += 1
-        on_device = moved(registry[op].bind((), copy_arguments(args)), "npu:0")
+        on_device = moved(registry[op].bind((), copy_arguments(args)), "npu:0", ON_HOST.get(op, ()))
         try:
             with kvbackend.use("npu", ops=op):
                 result = registry[op](**on_device)
@@ -57,7 +57,7 @@ def main() -> int:
     import torch_npu
 
     if options.fake:
-        from tests.npu.stub_cann import fake_aclnn
+        from tests.npu.stub_cann import aten, fake_aclnn  # noqa: F401
 
         torch.empty(1, device="npu:0")
         fake_aclnn.install()

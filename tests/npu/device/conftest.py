@@ -15,7 +15,7 @@ def fake_npu():
     """`npu:0` on host memory."""
     import torch_npu  # noqa: F401  (registers the device)
 
-    from tests.npu.stub_cann import fake_aclnn
+    from tests.npu.stub_cann import aten, fake_aclnn  # noqa: F401
 
     torch.empty(1, device="npu:0")
     fake_aclnn.install()

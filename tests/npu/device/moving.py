@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ON_HOST = {"swap_blocks": ("block_mapping",)}  # op -> what it takes on the host only
 
-def moved(args: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The arguments on a device; views of one allocation stay views of one."""
+
+def moved(args: Mapping[str, Any], device: str, on_host: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The arguments on a device, but for those named; views of one allocation stay views of one."""
     allocations: dict[int, Tensor] = {}
 
     def move(tensor: Tensor) -> Tensor:
@@ -26,4 +28,7 @@ def moved(args: Mapping[str, Any], device: str) -> dict[str, Any]:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return whole[:usable].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    return {name: move(value) if isinstance(value, Tensor) else value for name, value in args.items()}
+    return {
+        name: move(value) if isinstance(value, Tensor) and name not in on_host else value
+        for name, value in args.items()
+    }

@@ -10,7 +10,7 @@ from kvbackend.backends.npu import target
 from kvbackend.matrix import copy_arguments, flat_results
 from kvbackend.ops import registry
 from tests.npu import cases, judge
-from tests.npu.device.moving import moved
+from tests.npu.device.moving import ON_HOST, moved
 from tests.npu.test_calls import takes_some
 from tests.npu.test_limits import REFUSED_OPTIONS
 
@@ -28,7 +28,7 @@ def test_accepted_calls_equal_the_reference_and_others_call_nothing(op, dtype, f
     taken = 0
     for name, args in cases.every(op, dtype):
         on_host = registry[op].bind((), copy_arguments(args))
-        on_device = moved(on_host, "npu:0")
+        on_device = moved(on_host, "npu:0", ON_HOST.get(op, ()))
         refused = judge.reasons(op, args)
         fake_npu.calls.clear()
         with kvbackend.use("npu", ops=op):
@@ -46,6 +46,20 @@ def test_accepted_calls_equal_the_reference_and_others_call_nothing(op, dtype, f
             if isinstance(value, torch.Tensor) and key not in registry[op].mutates:
                 assert torch.equal(as_bytes(value.cpu()), as_bytes(on_host[key])), (name, key)
     assert bool(taken) == takes_some(op, dtype, target.current().family)
+
+
+@pytest.mark.parametrize("op", sorted(set(registry) - set(judge.ADAPTED)))
+def test_references_of_the_other_ops_run_on_the_device(op, fake_npu) -> None:
+    """What is said of them: plain torch ops, all of which torch_npu has, and no tensor of the host among them."""
+    for name, args in registry[op].make_samples("cpu", torch.bfloat16):
+        on_device = moved(registry[op].bind((), copy_arguments(args)), "npu:0")
+        with kvbackend.use("reference", ops=op):
+            result = registry[op](**on_device)
+        results = flat_results(registry[op], result, on_device)
+        assert {tensor.device.type for tensor in results.values()} <= {"npu"}, name
+        assert not fake_npu.problems, (name, fake_npu.problems)
+        got = {key: value.cpu() for key, value in results.items()}
+        assert not judge.faults(op, args, got), name
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +85,7 @@ def test_compiles_on_npu_tensors(op, fake_npu) -> None:
         pytest.skip("; ".join(judge.reasons(op, getattr(cases, op)())))
     torch._dynamo.reset()
     args = registry[op].bind((), taken[0])
-    on_device = moved(args, "npu:0")
+    on_device = moved(args, "npu:0", ON_HOST.get(op, ()))
     compiled = torch.compile(lambda call: registry[op](**call), fullgraph=True, backend="aot_eager")
     with kvbackend.use("npu", ops=op):
         result = compiled(on_device)

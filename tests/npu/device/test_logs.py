@@ -52,7 +52,7 @@ def text(record: Any) -> str:
 
 def log(fake_npu) -> str:
     lines = []
-    for op in judge.ADAPTED:
+    for op in judge.CALLING:
         for name, args in cases.of(op, torch.bfloat16):
             if name not in LOGGED or judge.reasons(op, args):
                 continue

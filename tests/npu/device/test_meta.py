@@ -49,7 +49,7 @@ def described(result: Any) -> list[tuple[Any, ...]]:
     return [(tuple(item.shape), item.dtype) for item in items if item is not None and item.numel() > 1]
 
 
-@pytest.mark.parametrize("op", [op for op in judge.ADAPTED if op != "project_out"])
+@pytest.mark.parametrize("op", [op for op in judge.CALLING if op != "project_out"])
 def test_calls_bind_and_shapes_agree(op) -> None:
     seen = set()
     for name, bound, result in recorded(op):

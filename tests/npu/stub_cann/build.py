@@ -96,6 +96,7 @@ def trampolines(names: list[str]) -> str:
         lines += [registers + floats + f"\tlea .Lname{i}(%rip),%rdi\n\tlea -48(%rbp),%rsi\n\tlea -112(%rbp),%rdx"]
         lines += ["\tlea 16(%rbp),%rcx\n\tcall ascend_stub_record@PLT\n\tleave\n\tret"]
         lines += [f"\t.globl {name}\n\t.type {name},@function\n{name}:\n\tsub $8,%rsp\n\tlea .Lname{i}(%rip),%rdi"]
+        lines += ["\tmov %rdx,%rsi"]  # the executor
         lines += ["\tcall ascend_stub_launch@PLT\n\tadd $8,%rsp\n\tret"]
         lines += [f'\t.section .rodata\n.Lname{i}:\t.asciz "{name}"\n\t.text']
     return "\n".join([*lines, '\t.section .note.GNU-stack,"",@progbits', ""])

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -45,7 +46,6 @@ using Hook = int (*)(const char* name, const char* arguments);
 std::mutex mutex;
 std::unordered_map<const void*, Handle*> handles;
 Hook check_hook = nullptr, launch_hook = nullptr;
-thread_local std::string pending;  // arguments of the call that is between its two phases
 
 void* keep(Handle* handle) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -214,8 +214,9 @@ EXPORT void ascend_stub_set_hooks(Hook check, Hook launch) { check_hook = check,
 EXPORT int ascend_stub_record(const char* name, const uint64_t* registers, const double* floats,
                               const uint64_t* stack_words) {
   if (!check_hook) return kNoHook;
-  const Stack stack;
+  static thread_local const Stack stack;  // asking for its bounds reads /proc/self/maps
   std::string arguments = "{\"arguments\":[";
+  std::string** executor = nullptr;
   {
     std::lock_guard<std::mutex> lock(mutex);
     std::vector<uint64_t> words;
@@ -225,6 +226,7 @@ EXPORT int ascend_stub_record(const char* name, const uint64_t* registers, const
       ended = is_end(words, stack);
     }
     if (!ended) return kNoHook;
+    executor = reinterpret_cast<std::string**>(words.back());
     for (size_t i = 0; i + 2 < words.size(); ++i) {
       const auto found = handles.find(reinterpret_cast<void*>(words[i]));
       arguments += (i ? "," : "") + (found == handles.end() ? text_or_number(words[i]) : json(*found->second));
@@ -237,14 +239,16 @@ EXPORT int ascend_stub_record(const char* name, const uint64_t* registers, const
       std::snprintf(number, sizeof number, "%.17g", floats[i]);
     arguments += (i ? "," : "") + std::string(number);
   }
-  pending = arguments + "]}";
-  return check_hook(name, pending.c_str());
+  arguments += "]}";
+  const int status = check_hook(name, arguments.c_str());
+  if (status == 0) *executor = new std::string(arguments);
+  return status;
 }
 
-EXPORT int ascend_stub_launch(const char* name) {
-  std::string arguments;
-  arguments.swap(pending);
-  return launch_hook ? launch_hook(name, arguments.c_str()) : kNoHook;
+// The launch may come from another thread, behind torch_npu's task queue: the executor carries the arguments.
+EXPORT int ascend_stub_launch(const char* name, void* executor) {
+  const std::unique_ptr<std::string> arguments(static_cast<std::string*>(executor));
+  return launch_hook ? launch_hook(name, arguments->c_str()) : kNoHook;
 }
 
 }  // extern "C"

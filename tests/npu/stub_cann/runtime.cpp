@@ -5,18 +5,25 @@
 //   ASCEND_STUB_SOC       the SoC name to report   (Ascend950PR_9599)
 //   ASCEND_STUB_CANN      the CANN version          (9.1.0)
 //   ASCEND_STUB_DEVICES   the number of devices     (1)
+//   ASCEND_STUB_BATCHES   0: a driver without batches of copies, which answers 207000   (1)
+//   ASCEND_STUB_COPIES    what copies answer        (0)
+//
+// ascend_stub_copies() tells, as JSON, which copies were made since it was last asked; ascend_stub_events(), how many
+// events were recorded.
 
 #include <acl/acl.h>
 #include <acl/acl_op_compiler.h>
 #include <acl/acl_rt.h>
+#include <acl/error_codes/rt_error_codes.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
-#include <unordered_map>
+#include <string>
 
 namespace {
 
@@ -37,9 +44,19 @@ thread_local int32_t current_device = 0;
 std::atomic<int32_t> next_stream{1};
 int the_context;
 
+struct Allocation {
+  size_t bytes;
+  bool on_host;
+};
+
 std::mutex allocations_mutex;
-std::unordered_map<void*, size_t> allocations;
+std::map<char*, Allocation> allocations;
 size_t used_bytes = 0;
+
+std::atomic<int> recorded_events{0};
+
+std::mutex copies_mutex;
+std::string copies;  // JSON objects with commas between
 
 const char* setting(const char* name, const char* otherwise) {
   const char* value = std::getenv(name);
@@ -48,13 +65,13 @@ const char* setting(const char* name, const char* otherwise) {
 
 const char* cann() { return setting("ASCEND_STUB_CANN", "9.1.0"); }
 
-aclError allocate(void** pointer, size_t bytes) {
+aclError allocate(void** pointer, size_t bytes, bool on_host) {
   const size_t rounded = (bytes / kAlignment + 1) * kAlignment;
   std::lock_guard<std::mutex> lock(allocations_mutex);
   void* memory = used_bytes + rounded <= kMemoryBytes ? std::aligned_alloc(kAlignment, rounded) : nullptr;
   if (!memory) return kOutOfMemory;
   std::memset(memory, 0xff, rounded);  // NaN in every float format: what nobody wrote is noticed
-  allocations[memory] = rounded;
+  allocations[static_cast<char*>(memory)] = {rounded, on_host};
   used_bytes += rounded;
   *pointer = memory;
   return ACL_SUCCESS;
@@ -62,18 +79,38 @@ aclError allocate(void** pointer, size_t bytes) {
 
 aclError release(void* pointer) {
   std::lock_guard<std::mutex> lock(allocations_mutex);
-  const auto found = allocations.find(pointer);
+  const auto found = allocations.find(static_cast<char*>(pointer));
   if (found == allocations.end()) return ACL_ERROR_INVALID_PARAM;
-  used_bytes -= found->second;
+  used_bytes -= found->second.bytes;
   allocations.erase(found);
   std::free(pointer);
   return ACL_SUCCESS;
 }
 
 aclError copy(void* target, size_t capacity, const void* source, size_t bytes) {
+  if (const int error = std::atoi(setting("ASCEND_STUB_COPIES", "0"))) return error;
   if (bytes > capacity) return ACL_ERROR_INVALID_PARAM;
   std::memmove(target, source, bytes);
   return ACL_SUCCESS;
+}
+
+// Whether a stretch of memory lies in one allocation of the runtime, on the device or page-locked on the host.
+bool holds(const void* pointer, size_t bytes, aclrtMemLocationType where) {
+  const auto* first = static_cast<const char*>(pointer);
+  std::lock_guard<std::mutex> lock(allocations_mutex);
+  auto found = allocations.upper_bound(const_cast<char*>(first));
+  if (found == allocations.begin()) return false;
+  --found;
+  return first + bytes <= found->first + found->second.bytes &&
+         found->second.on_host == (where == ACL_MEM_LOCATION_TYPE_HOST);
+}
+
+void note(const char* how, aclrtMemcpyKind kind, size_t count, size_t bytes, aclrtStream stream) {
+  const int32_t id = stream ? static_cast<Stream*>(stream)->id : 0;
+  std::lock_guard<std::mutex> lock(copies_mutex);
+  copies += std::string(copies.empty() ? "" : ",") + "{\"how\":\"" + how + "\",\"kind\":" + std::to_string(kind) +
+            ",\"count\":" + std::to_string(count) + ",\"bytes\":" + std::to_string(bytes) +
+            ",\"stream\":" + std::to_string(id) + "}";
 }
 
 aclError fill(void* target, size_t capacity, int32_t value, size_t bytes) {
@@ -148,21 +185,54 @@ aclError aclGetCompileopt(aclCompileOpt, char* value, size_t size) {
 }
 
 // Memory
-aclError aclrtMalloc(void** pointer, size_t bytes, aclrtMemMallocPolicy) { return allocate(pointer, bytes); }
-aclError aclrtMallocAlign32(void** pointer, size_t bytes, aclrtMemMallocPolicy) { return allocate(pointer, bytes); }
-aclError aclrtMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes); }
+aclError aclrtMalloc(void** pointer, size_t bytes, aclrtMemMallocPolicy) { return allocate(pointer, bytes, false); }
+aclError aclrtMallocAlign32(void** pointer, size_t bytes, aclrtMemMallocPolicy) {
+  return allocate(pointer, bytes, false);
+}
+aclError aclrtMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes, true); }
 aclError aclrtFree(void* pointer) { return release(pointer); }
 aclError aclrtFreeHost(void* pointer) { return release(pointer); }
 aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free_bytes, size_t* total_bytes) {
   std::lock_guard<std::mutex> lock(allocations_mutex);
   return answer(total_bytes, kMemoryBytes), answer(free_bytes, kMemoryBytes - used_bytes);
 }
-aclError aclrtMemcpy(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind) {
+aclError aclrtMemcpy(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind kind) {
+  note("blocking", kind, 1, bytes, nullptr);
   return copy(target, capacity, source, bytes);
 }
-aclError aclrtMemcpyAsync(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind,
-                          aclrtStream) {
+aclError aclrtMemcpyAsync(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind kind,
+                          aclrtStream stream) {
+  note("async", kind, 1, bytes, stream);
   return copy(target, capacity, source, bytes);
+}
+// From page-locked host memory to the device, or back, as each attribute says.
+aclError aclrtMemcpyBatchAsync(void** targets, size_t* capacities, void** sources, size_t* sizes, size_t count,
+                               aclrtMemcpyBatchAttr* attributes, size_t* first_copies, size_t num_attributes,
+                               size_t* failed, aclrtStream stream) {
+  if (!std::atoi(setting("ASCEND_STUB_BATCHES", "1"))) return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+  size_t bytes = 0;
+  aclrtMemLocationType from = ACL_MEM_LOCATION_TYPE_HOST;
+  for (size_t i = 0, next = 0; i < count; ++i) {
+    *failed = i;
+    if (next < num_attributes && first_copies[next] == i) ++next;
+    if (next == 0) return ACL_ERROR_INVALID_PARAM;
+    from = attributes[next - 1].srcLoc.type;
+    const aclrtMemLocationType to = attributes[next - 1].dstLoc.type;
+    if (from == to || !holds(sources[i], sizes[i], from) || !holds(targets[i], sizes[i], to))
+      return ACL_ERROR_INVALID_PARAM;
+    if (const aclError error = copy(targets[i], capacities[i], sources[i], sizes[i])) return error;
+    bytes += sizes[i];
+  }
+  const bool in = from == ACL_MEM_LOCATION_TYPE_HOST;
+  note("batch", in ? ACL_MEMCPY_HOST_TO_DEVICE : ACL_MEMCPY_DEVICE_TO_HOST, count, bytes, stream);
+  return ACL_SUCCESS;
+}
+const char* ascend_stub_copies() {
+  static std::string told;
+  std::lock_guard<std::mutex> lock(copies_mutex);
+  told = "[" + copies + "]";
+  copies.clear();
+  return told.c_str();
 }
 aclError aclrtMemset(void* target, size_t capacity, int32_t value, size_t bytes) {
   return fill(target, capacity, value, bytes);
@@ -189,7 +259,9 @@ aclError aclrtCreateEvent(aclrtEvent* event) { return make_event(event); }
 aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t) { return make_event(event); }
 aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) { return make_event(event); }
 aclError aclrtDestroyEvent(aclrtEvent event) { return delete static_cast<Event*>(event), ACL_SUCCESS; }
+int ascend_stub_events() { return recorded_events; }
 aclError aclrtRecordEvent(aclrtEvent event, aclrtStream) {
+  ++recorded_events;
   if (event) static_cast<Event*>(event)->recorded = std::chrono::steady_clock::now();
   return ACL_SUCCESS;
 }
