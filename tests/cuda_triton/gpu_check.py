@@ -189,10 +189,14 @@ def materialize(call: dict[str, Any], device: str) -> dict[str, Any]:
         if name in ("block_table", "window_table"):
             value = torch.randperm(meta.numel(), generator=generator).reshape(meta.shape)
         elif name == "seq_lens":
-            value = torch.full(meta.shape, rows_of(call, cache) * call.get("compress_ratio", 1) // meta.shape[0])
+            value = torch.full(meta.shape, length_of(call, cache))
         elif name in ("cu_seqlens_q", "cu_seqlens"):
-            each = call["num_tokens"] // (len(meta) - 1) if name == "cu_seqlens" else call["max_seqlen_q"]
-            value = torch.arange(len(meta)) * each
+            tokens = (
+                call["num_tokens"] if name == "cu_seqlens" else len(call.get("q", call.get("kv", call.get("q_nope"))))
+            )
+            value = torch.arange(len(meta)) * (tokens // (len(meta) - 1))
+        elif name == "state_slots":
+            value = torch.arange(len(meta))
         elif name == "slot_mapping":
             value = torch.randperm(rows_of(call, cache), generator=generator)[: len(meta)]
         elif name == "topk_indices":
@@ -214,6 +218,13 @@ def materialize(call: dict[str, Any], device: str) -> dict[str, Any]:
             value = torch.randint(48, 64, meta.shape, generator=generator, dtype=torch.uint8).view(meta.dtype)
         made[name] = value.to(meta.dtype).to(device)
     return made
+
+
+def length_of(call: dict[str, Any], cache: Tensor | None) -> int:
+    """Tokens of a sequence: as many as fill its blocks."""
+    num_seqs, blocks = call["block_table"].shape
+    rows = blocks * call["block_size"] if cache is None else rows_of(call, cache) // num_seqs
+    return int(rows * call.get("compress_ratio", 1))
 
 
 def rows_of(call: dict[str, Any], cache: Tensor) -> int:

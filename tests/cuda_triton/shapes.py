@@ -113,6 +113,18 @@ class Shapes:
             cos_sin=_meta(8192, 64, dtype=torch.float32),
         )  # fmt: skip
 
+    def compressing(self, queries: int, ratio: int, overlap: bool = False) -> dict[str, Any]:
+        """DeepSeek-V4's rows: CSA is ratio 4 with overlap, HCA ratio 128."""
+        tokens, width = self.num_seqs * queries, 1024 if overlap else 512
+        batch = self.batch(queries, self.length // ratio, 64)
+        del batch["max_seqlen_q"]
+        return dict(
+            kv=_meta(tokens, width), gate=_meta(tokens, width), norm_weight=_meta(512), compress_ratio=ratio, eps=1e-6,
+            overlap=overlap, position_bias=_meta(ratio, width, dtype=torch.float32), **batch, block_size=64,
+            state=_meta(self.num_seqs, 2 * ratio, 2 * width, dtype=torch.float32),
+            state_slots=_meta(self.num_seqs, dtype=torch.int32), cos_sin=_meta(8192, 64, dtype=torch.float32),
+        )  # fmt: skip
+
     def index(self, queries: int, kv_format: str = "auto") -> dict[str, Any]:
         """DeepSeek-V3.2's indexer."""
         blocks = self.num_seqs * self.index_length // 64
@@ -174,6 +186,8 @@ class Shapes:
         yield "shared_kv_attention", "decode, V4", self.shared_kv(1, "v4_fp8_584", "v4_fp8_584")
         yield "shared_kv_attention", "decode, V4.1", self.shared_kv(1, "v41_fp8_528", "v41_fp4_288")
         yield "shared_kv_attention", "prefill, 64 heads", self.shared_kv(self.prefill // 2, "auto", "auto")
+        yield "compress_kv", "ratio 4, overlapping", self.compressing(1, 4, True)
+        yield "compress_kv", "ratio 128", self.compressing(self.prefill // 2, 128)
         yield "indexer_logits", "decode, 64 heads", self.index(1)
         yield "indexer_logits", "decode, index_fp8_132", self.index(1, "index_fp8_132")
         scores = _meta(self.num_seqs, self.index_length, dtype=torch.float32)

@@ -43,6 +43,15 @@ def floats(**tensors: Any) -> Iterator[str]:
             yield f"{name} is {tensor.dtype}; the Triton kernels take float32, bfloat16 and float16: convert it"
 
 
+def even_pairs(dim: Any, cos_sin: Any) -> Iterator[str]:
+    """What `turn_pairs` needs of a table that rotates the last of some dims."""
+    if cos_sin is not None and (dim - cos_sin.shape[1]) % 2:
+        yield (
+            f"cos_sin rotates the last {cos_sin.shape[1]} of {dim} dims; the Triton kernel turns pairs that begin at "
+            f"even dims: use the reference"
+        )
+
+
 def as_integers(tensor: Tensor) -> Tensor:
     """The same bits as integers: what copies without a rounding."""
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -11,11 +11,7 @@ def unsupported(q, sinks, cos_sin, **_):
     yield from launching.floats(q=q, sinks=sinks, cos_sin=cos_sin)
     if q.shape[2] > 512:
         yield f"q has {q.shape[2]} dims; the Triton kernel takes up to 512: use the reference"
-    if cos_sin is not None and (q.shape[2] - cos_sin.shape[1]) % 2:
-        yield (
-            f"cos_sin rotates the last {cos_sin.shape[1]} of {q.shape[2]} dims; the Triton kernel turns pairs that "
-            f"begin at even dims: use the reference"
-        )
+    yield from launching.even_pairs(q.shape[2], cos_sin)
 
 
 def run(
