@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvbackend import ArgumentError
+from kvbackend.backends.limits import OneOf, Steps
 from kvbackend.backends.npu import vendor_ops
-from kvbackend.backends.npu.limits import Limit, OneOf, Steps, VendorOp
+from kvbackend.backends.npu.limits import Limit, VendorOp
 from kvbackend.backends.npu.target import FAMILIES
 from tests.npu import cases, judge, vendor
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from .limits import Either, Limit, Steps, VendorOp, one
+from ..limits import Either, Steps, one
+from .limits import Limit, VendorOp
 from .target import A2_A3, A5
 
 HALVES = one(torch.float16, torch.bfloat16)
