@@ -59,12 +59,14 @@ class Kind:
 if TYPE_CHECKING:  # to a type checker these are torch.Tensor with a remark
     from typing import Annotated as Float
     from typing import Annotated as Float32
+    from typing import Annotated as FloatOrE4m3
     from typing import Annotated as Index
     from typing import Annotated as Int32
     from typing import Annotated as Rows
 else:
     Float = Kind(torch.float32, torch.bfloat16, torch.float16, torch.float64)
     Float32 = Kind(torch.float32)
+    FloatOrE4m3 = Kind(*Float.dtypes, torch.float8_e4m3fn)
     Int32 = Kind(torch.int32)
     Index = Kind(torch.int32, torch.int64)
     Rows = Kind()

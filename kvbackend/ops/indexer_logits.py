@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..arrays import Float, Index, Int32, Rows
+from ..arrays import Float, FloatOrE4m3, Index, Int32, Rows, need
 from ..spec import op
 from . import _checks, _math, _pages, _selecting
+from ._samples import IndexPool
 
 
 @op(group="selecting")
 def indexer_logits(
-    q: Float[Tensor, "T Hi Di"],
+    q: FloatOrE4m3[Tensor, "T Hi Di"],
     weights: Float[Tensor, "T Hi"],
     key_cache: Rows[Tensor, "nb *page"],
     block_table: Index[Tensor, "B max_blocks"],
@@ -25,7 +26,8 @@ def indexer_logits(
 ) -> Tensor:
     """Score every index key that a query sees: I[t, j] = sum over heads h of weights[t, h] * relu(q[t, h] . key[j]).
 
-    q                [T, Hi, Di], RoPE applied; any strides. Where a model quantizes it, pass the numbers it reads as
+    q                [T, Hi, Di], RoPE applied; any strides. Where a model quantizes it, pass the numbers it reads as,
+                     or over records its codes in float8_e4m3fn, with their scale in the weights
     weights          [T, Hi] float32 or another float dtype, with the factors Hi ** -0.5 and Di ** -0.5 of the model in
                      them (and q's scale, if it has one); they may be negative
     key_cache        [nb, bs, Di] in q's dtype, any strides, or uint8 [nb, page_bytes] of a record of index keys
@@ -43,6 +45,8 @@ def indexer_logits(
     Source: DeepSeek-V3.2-Exp, section 2.1; DeepGEMM fp8_paged_mqa_logits; compress_ratio as in DeepSeek-V4 and V4.1.
     """
     _math.check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
+    if q.dtype is torch.float8_e4m3fn:
+        q = q.float()  # exact
     keys = _selecting.IndexKeys(key_cache, kv_format, block_size, compress_ratio)
     num_tokens, width = q.shape[0], block_table.shape[1] * keys.block_size
     if 0 in (num_tokens, width, seq_lens.shape[0]) or max_seqlen_q <= 0:
@@ -57,6 +61,11 @@ def indexer_logits(
 @indexer_logits.check
 def _(q, key_cache, kv_format, block_size, compress_ratio, **_):
     _selecting.check_keys(q, key_cache, kv_format, block_size, compress_ratio)
+    need(
+        q.dtype is not torch.float8_e4m3fn or kv_format != "auto",
+        "q is torch.float8_e4m3fn with kv_format 'auto'; codes of queries score keys of a record, which has their "
+        "scales: name the record, or convert q",
+    )
 
 
 @indexer_logits.values
@@ -76,3 +85,7 @@ def _(q, key_cache, block_table, kv_format, block_size, **_):
 @indexer_logits.samples
 def _(device, dtype):
     yield from _selecting.samples(device, dtype, {})
+    pool = IndexPool(device, dtype, num_blocks=8, block_size=64, heads=64, dim=128, kv_format="index_fp8_132")
+    for name, q_lens, seq_lens in (("decode", [1, 1], [150, 19]), ("prefill", [30, 2], [130, 9])):
+        call = pool.call(q_lens, seq_lens)
+        yield f"fp8 queries, {name}", call | dict(q=call["q"].to(torch.float8_e4m3fn), weights=call["weights"].float())
