@@ -1,0 +1,69 @@
+"""flash_mla_with_kvcache with indices over DeepSeek-V4's records: the window's rows, and compressed ones as extra."""
+
+import torch
+
+from ...ops import _math, _pages
+from . import sparse
+from .vendor import SPARSE_DECODE as VENDOR
+
+RECORD = "v4_fp8_584"
+ROW_BYTES = 584
+
+
+def unsupported(q, window_cache, kv, compressed_cache, window_format, kv_format, **_):
+    yield from VENDOR.missing()
+    yield from VENDOR.refuse("dtype", q.dtype, "q is", "convert it")
+    yield from VENDOR.refuse("num_heads", q.shape[1], "q's heads are", "split them over devices")
+    if kv is not None:
+        yield f"kv is given; {VENDOR.name} reads cached rows alone ({VENDOR.source}): write them before the call"
+    pools = [("window_format", window_format, "window_cache", window_cache)]
+    if compressed_cache is not None:
+        pools.append(("kv_format", kv_format, "compressed_cache", compressed_cache))
+    for format_name, format_, name, pages in pools:
+        if format_ != RECORD:
+            yield (
+                f"{format_name} is {format_!r}; {VENDOR.name} reads {RECORD!r} for rows of 512 ({VENDOR.source}): "
+                f"write {name} in it"
+            )
+        elif pages.stride(1) != 1 or pages.stride(0) % 16 != 0:
+            yield f"{name} has bytes apart or odd pages; {VENDOR.name} reads whole pages: make it contiguous"
+
+
+def run(
+    q, window_cache, window_table, seq_lens, cu_seqlens_q, max_seqlen_q, softmax_scale, window, kv, compressed_cache,
+    block_table, topk_indices, compress_ratio, window_format, kv_format, sinks, cos_sin, return_lse,
+):  # fmt: skip
+    num_tokens, num_heads, dim = q.shape
+    if 0 in (num_tokens, *window_table.shape, window_cache.shape[0]) or max_seqlen_q <= 0:
+        lse = q.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32)
+        return torch.zeros_like(q), lse
+    sequence, own = _math.query_positions(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens)
+    pages = records(window_cache)
+    block_size = pages.shape[1]
+    ring = window_table.shape[1] * block_size  # rows of a sequence; position p is row p % ring
+    position = own[:, None] - torch.arange(window, device=q.device)  # [T, window]
+    held = (position >= 0) & (position >= seq_lens[sequence][:, None] - ring)
+    slots = sparse.slots_of(position % ring, held & (own >= 0)[:, None], window_table[sequence], block_size)
+    extra_pages = extra_slots = None
+    if compressed_cache is not None and 0 not in (*block_table.shape, compressed_cache.shape[0]):
+        extra_pages = records(compressed_cache)
+        rows = extra_pages.shape[1]
+        if topk_indices is None:
+            topk_indices = torch.arange(block_table.shape[1] * rows, device=q.device).expand(num_tokens, -1)
+        visible = (topk_indices >= 0) & (topk_indices < ((own.clamp(min=-1) + 1) // compress_ratio)[:, None])
+        extra_slots = sparse.slots_of(topk_indices, visible, block_table[sequence], rows)
+        if extra_slots.shape[1] == 0:
+            extra_pages = extra_slots = None
+    out, lse = sparse.decode(q, pages, slots, softmax_scale, sinks, extra_pages, extra_slots)
+    out, lse = sparse.cleaned(out, lse, return_lse)
+    if cos_sin is not None:
+        plain = dim - cos_sin.shape[1]
+        turned = _math.rotate_at(out[..., plain:], own, cos_sin, interleaved=True, inverse=True)
+        out = torch.cat((out[..., :plain], turned), -1)
+    return out, lse
+
+
+def records(pages):
+    """Pages [nb, page_bytes] as FlashMLA takes them, [nb, bs, 1, 584]: all data of a page, then all its scales."""
+    rows = _pages.block_size_of(pages, RECORD)
+    return pages.as_strided((pages.shape[0], rows, 1, ROW_BYTES), (pages.stride(0), ROW_BYTES, ROW_BYTES, 1))

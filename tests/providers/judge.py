@@ -1,0 +1,53 @@
+"""Run an adapter as dispatch would, on CPU tensors over a double, and compare with the reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbackend import backends
+from kvbackend.matrix import TOLERANCES, copy_arguments, difference, flat_results, in_float64
+from kvbackend.ops import registry
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PROVIDERS = ("flash_mla", "deep_gemm", "flashinfer")
+
+
+def adapted(provider: str) -> list[str]:
+    """The ops that a provider has an adapter for."""
+    return [name for name in sorted(registry) if backends.registered()[provider].adapter(name) is not None]
+
+
+def reasons(provider: str, op: str, args: Mapping[str, Any]) -> list[str]:
+    """The adapter's own reasons, without the machine's."""
+    bound = registry[op].bind((), args)
+    registry[op].validate(bound)
+    return list(backends.registered()[provider].adapter(op).unsupported(**registry[op].dispatcher.views(bound)))
+
+
+def run(provider: str, op: str, args: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What the adapter returns and writes; what it must not write is as it was."""
+    given = registry[op].bind((), args)
+    got = registry[op].bind((), copy_arguments(args))
+    found = flat_results(registry[op], backends.registered()[provider].adapter(op).run(**got), got)
+    for name, value in given.items():
+        if isinstance(value, Tensor) and name not in registry[op].mutates:
+            assert not difference(got[name], value), f"{name} was written"
+    return found
+
+
+def faults(op: str, args: Mapping[str, Any], got: Mapping[str, Tensor]) -> list[str]:
+    """Where results differ from the reference by more than the contract allows."""
+    spec = registry[op]
+    wanted = spec.bind((), in_float64(spec, args))
+    want = flat_results(spec, spec.reference(**wanted), wanted)
+    found = []
+    for name, tensor in got.items():
+        apart = difference(tensor, want[name].to(tensor.dtype))
+        allowed = 0.0 if spec.exact else TOLERANCES.get(tensor.dtype, 0.0)
+        if not apart <= allowed:
+            found.append(f"{name} differs by {apart:.3g}; allowed {allowed:.3g}")
+    return found
