@@ -166,10 +166,10 @@ def test_sparse_attention_says_what_it_did(run, folder):
     document = json.loads(out)
     assert document["scheme"] == "auto,topk=32/16,reselect=3"
     assert document["sparse"] == "dense: a choice of 100 tokens would cover all 21"
-    assert document["sparse_seconds"].keys() == {"index", "top_k", "attention"}
+    assert document["sparse_seconds"].keys() == {"codec", "index", "top_k", "gather", "attention"}
     assert document["sparse_seconds"]["attention"] > 0
     code, out, err = run("--model", folder, "w1", "--max-new-tokens", 2, *options, *ON_REFERENCE)
-    assert (code, "its stages" in out) == (0, True)
+    assert (code, "its stages" in out, "gather in place" in out) == (0, True, True)
 
 
 def test_low_rank_from_a_file_evicted_and_quantized(run, folder, tmp_path):

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -24,6 +23,7 @@ from ..profile import write_whole
 from .layers import GqaLayer
 from .paged import PagedCache
 from .sparse import SparseAttention, Sparsity
+from .stages import now
 
 SCHEMA = "kvbackend-crossover/1"
 CONTEXTS = tuple(1 << power for power in range(10, 17))
@@ -69,12 +69,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One context: microseconds of a decode step of one sequence in one layer, and the part that choosing takes."""
+    """One context: microseconds of a decode step of one sequence in one layer, and those of each stage of it."""
 
     context: int
     dense_us: float
     sparse_us: float
-    choosing: float
+    stages_us: dict[str, float]
 
 
 def device_name(device: torch.device) -> str:
@@ -120,22 +120,22 @@ def measure(
         q, key, value = rows(1, heads, layer.head_dim), key[:1], value[:1]
         scale = layer.head_dim**-0.5
         times: dict[str, list[float]] = {"dense": [], "sparse": []}
-        sparse.seconds = dict.fromkeys(sparse.seconds, 0.0)
         for number in range(ROUNDS + 1):  # the first warms up
             slots = cache.append(seq, 1)
+            if number == 1:
+                sparse.stages.clear()
             for name in ("dense", "sparse") if number % 2 else ("sparse", "dense"):
-                start = _now(cache.device)
+                start = now(cache.device)
                 if name == "dense":
                     cache.layers[0].write(slots, key, value)
                     cache.attend(0, q, [seq], [1], scale)
                 else:
                     sparse.write(0, [seq], [1], slots, key, value)
                     sparse.attend(0, q, [seq], [1], scale)
-                times[name].append((_now(cache.device) - start) * 1e6)
-        total = sum(sparse.seconds.values())
-        choosing = 1 - sparse.seconds["attention"] / total if total else 0.0
+                times[name].append((now(cache.device) - start) * 1e6)
+        stages_us = {stage: seconds / ROUNDS * 1e6 for stage, seconds in sparse.seconds.items()}
         dense_us, sparse_us = (statistics.median(times[name][1:]) for name in ("dense", "sparse"))
-        found.append(Row(context, dense_us, sparse_us, choosing))
+        found.append(Row(context, dense_us, sparse_us, stages_us))
         cache.free(seq)
         sparse.forget(seq)
     return case, found
@@ -191,9 +191,3 @@ def _entries() -> list[dict[str, Any]]:
     except (OSError, ValueError):  # none yet, or not whole: it is only a measurement
         return []
     return document["entries"] if isinstance(document, dict) and document.get("schema") == SCHEMA else []
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()

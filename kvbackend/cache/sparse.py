@@ -7,11 +7,9 @@ Source: Quest (arXiv 2406.10774) for the bound; StreamingLLM (arXiv 2309.17453) 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any
 
 import torch
@@ -22,11 +20,11 @@ from ..errors import ArgumentError
 from .kivi import is_kivi
 from .layers import GqaLayer, GqaPages
 from .paged import PagedCache
+from .parts import is_quantized
+from .stages import Stages, advice
 
 TopK = int | Sequence[int] | Callable[[int], int]
-STAGES = ("index", "top_k", "attention")
 _QUERIES = 32  # whose candidate keys are held at a time
-_LIMIT = 0.2  # part of the attention time that choosing may take before it is said
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,8 @@ class Sparsity:
 class _Summary:
     """What is known of the pages of one sequence in one layer; a page is page_size tokens, the last may be open.
 
-    low, high   [pages, Hk, D] smallest and largest number of each channel, in float32
-    keys, values   [pages, Hk, D | Dv] sums, where summaries take part
+    low, high   [pages, Hk, D] smallest and largest number of each channel, in the cache's dtype
+    keys, values   [pages, Hk, D | Dv] sums in float32, where summaries take part
     length      tokens seen
     """
 
@@ -122,7 +120,7 @@ class SparseAttention:
     sparsity      what is chosen
     dense_below   contexts of fewer tokens are attended to in full, as are those that a choice would cover whole;
                   "auto": those for which dense attention is the faster one here, as far as `cache.crossover` knows
-    timed         add up seconds per stage in `seconds`, which waits for the device
+    timed         add up the seconds of each of `kvbackend.cache.stages` in `seconds`, which waits for the device
 
     Each kv head chooses for itself, by the largest logit of its query heads. Choices are positions in the text, so they
     hold for a cache of any block size. Chosen tokens of one query do not depend on other queries or sequences.
@@ -130,12 +128,13 @@ class SparseAttention:
     """
 
     def __init__(self, cache: PagedCache, sparsity: Sparsity, dense_below: int | str = 0, timed: bool = False) -> None:
-        self.cache, self.sparsity, self.dense_below, self.timed = cache, sparsity, dense_below, timed
+        self.cache, self.sparsity, self.dense_below = cache, sparsity, dense_below
         if isinstance(dense_below, str) and dense_below != "auto":
             raise ArgumentError(f"dense_below is {dense_below!r}; it must be a count of tokens or 'auto': pass one")
         self.topk = tuple(sparsity.of_layer(layer, len(cache.layers)) for layer in range(len(cache.layers)))
-        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.stages = Stages(cache.device, timed)
         self._known: dict[int, _Known] = {}
+        self._first_block = torch.zeros(1, 1, dtype=torch.int32, device=cache.device)
         self._crossovers: dict[tuple[int, int], tuple[int, str]] = {}  # by layer and query heads
         for name in cache.kv_formats:
             if is_kivi(formats.pair(name)[0]):
@@ -154,7 +153,6 @@ class SparseAttention:
                     "cache has MlaLayers; sparse attention over latent rows is sparse_mla_attention's, with "
                     "lightning_indexer: use these"
                 )
-            _RowView.of(pages)
 
     # ----------------------------------------------------------------------------------------------------- calls
 
@@ -162,15 +160,17 @@ class SparseAttention:
         self, layer: int, seqs: Sequence[int], counts: Sequence[int], slots: Tensor, key: Tensor, value: Tensor
     ) -> None:
         """Write the newest tokens of sequences, counts of each, already appended; key, value [sum(counts), Hk, D]."""
-        self.cache.layers[layer].write(slots, key, value)
+        pages = self.cache.layers[layer]
+        with self.stages.time("codec") if is_quantized(pages.kv_format) else nullcontext():
+            pages.write(slots, key, value)
         parts = zip(seqs, counts, key.split(list(counts)), value.split(list(counts)), strict=True)
-        with self._stage("index"):
-            for seq, count, keys, values in parts:
-                known = self._known.setdefault(seq, _Known())
-                length = self.cache.length(seq) - count
-                summary = known.pages.get(layer)
-                if (summary.length if summary else 0) != length:
-                    self._rebuild(layer, seq, length)
+        for seq, count, keys, values in parts:
+            known = self._known.setdefault(seq, _Known())
+            length = self.cache.length(seq) - count
+            summary = known.pages.get(layer)
+            if (summary.length if summary else 0) != length:
+                self._rebuild(layer, seq, length)
+            with self.stages.time("index"):
                 self._extend(layer, seq, keys, values)
 
     def attend(
@@ -201,7 +201,7 @@ class SparseAttention:
             if count == 0:
                 continue
             if self._dense(layer, q.shape[1], self.cache.length(seq)):
-                with self._stage("attention"):
+                with self.stages.time("attention"):
                     out, lse = self.cache.attend(
                         layer, queries, [seq], [count], softmax_scale, return_lse=True, softcap=softcap
                     )
@@ -242,7 +242,7 @@ class SparseAttention:
 
     def moved_to(self, cache: PagedCache, seqs: dict[int, int]) -> SparseAttention:
         """The same choices over another cache that holds the same tokens; seqs: id here -> id there."""
-        other = SparseAttention(cache, self.sparsity, self.dense_below, self.timed)
+        other = SparseAttention(cache, self.sparsity, self.dense_below, self.stages.timed)
         other._known = {seqs[seq]: known for seq, known in self._known.items() if seq in seqs}
         return other
 
@@ -263,17 +263,14 @@ class SparseAttention:
             self._crossovers[layer, heads] = crossover.dense_below(case)
         return self._crossovers[layer, heads]
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each stage so far."""
+        return self.stages.seconds
+
     def advice(self) -> str | None:
         """What to do if choosing takes too much of the time; None if it does not, or nothing was timed."""
-        total = sum(self.seconds.values())
-        share = 1 - self.seconds["attention"] / total if total else 0.0
-        if share <= _LIMIT or not self.seconds["top_k"]:  # without a choice, only pages were learnt
-            return None
-        return (
-            f"choosing tokens takes {share:.0%} of the attention time (index {self.seconds['index']:.3f} s, top-k "
-            f"{self.seconds['top_k']:.3f} s, attention {self.seconds['attention']:.3f} s); it pays below "
-            f"{_LIMIT:.0%}: choose less often (reselect {max(2 * self.sparsity.reselect, 8)}), or a larger top-k"
-        )
+        return advice(self.seconds, self.sparsity.reselect)
 
     # ----------------------------------------------------------------------------------------------------- pages
 
@@ -285,30 +282,35 @@ class SparseAttention:
         pages = -(-(length + len(keys)) // size)
         if summary is None or pages > len(summary.low):
             summary = known.pages[layer] = self._grown(summary, max(2 * pages, 16), keys, values)
-        page = torch.arange(length, length + len(keys), device=keys.device) // size
-        keys, values = keys.float(), values.float()
-        where = page[:, None, None].expand_as(keys)
-        summary.low.scatter_reduce_(0, where, keys, "amin")
-        summary.high.scatter_reduce_(0, where, keys, "amax")
-        if summary.keys is not None and summary.values is not None:
-            summary.keys.index_add_(0, page, keys)
-            summary.values.index_add_(0, page, values)
+        at = 0
+        while at < len(keys):  # the open page, whole ones at once, what remains
+            page, inside = divmod(length + at, size)
+            count = 1 if inside else max((len(keys) - at) // size, 1)
+            taken, where = slice(at, at + count * size - inside), slice(page, page + count)
+            rows = keys[taken].unflatten(0, (count, -1))
+            low, high = rows.to(summary.low.dtype).aminmax(dim=1)
+            torch.minimum(summary.low[where], low, out=summary.low[where])
+            torch.maximum(summary.high[where], high, out=summary.high[where])
+            if summary.keys is not None and summary.values is not None:
+                summary.keys[where] += rows.sum(1, dtype=torch.float32)
+                summary.values[where] += values[taken].unflatten(0, (count, -1)).sum(1, dtype=torch.float32)
+            at = taken.stop
         summary.length += len(keys)
 
     def _grown(self, summary: _Summary | None, pages: int, keys: Tensor, values: Tensor) -> _Summary:
-        def page_tensor(old: Tensor | None, rows: Tensor, fill: float) -> Tensor:
-            new = torch.full((pages, *rows.shape[1:]), fill, device=rows.device)
+        def page_tensor(old: Tensor | None, rows: Tensor, fill: float, dtype: torch.dtype) -> Tensor:
+            new = torch.full((pages, *rows.shape[1:]), fill, dtype=dtype, device=rows.device)
             if old is not None:
                 new[: len(old)] = old
             return new
 
         old = summary or _Summary(keys[:0], keys[:0], keys[:0], values[:0])
-        sums = self.sparsity.summaries
+        own, sums = self.cache.dtype, self.sparsity.summaries
         return _Summary(
-            page_tensor(old.low, keys, torch.inf),
-            page_tensor(old.high, keys, -torch.inf),
-            page_tensor(old.keys, keys, 0.0) if sums else None,
-            page_tensor(old.values, values, 0.0) if sums else None,
+            page_tensor(old.low, keys, torch.inf, own),
+            page_tensor(old.high, keys, -torch.inf, own),
+            page_tensor(old.keys, keys, 0.0, torch.float32) if sums else None,
+            page_tensor(old.values, values, 0.0, torch.float32) if sums else None,
             old.length,
         )
 
@@ -317,8 +319,10 @@ class SparseAttention:
         self._known[seq].pages.pop(layer, None)
         self._known[seq].choices.pop(layer, None)
         if length:
-            keys, values = (rows[:length] for rows in self.cache.read(layer, seq))
-            self._extend(layer, seq, keys, values)
+            with self.stages.time("gather"):
+                keys, values = (rows[:length] for rows in self.cache.read(layer, seq))
+            with self.stages.time("index"):
+                self._extend(layer, seq, keys, values)
 
     # -------------------------------------------------------------------------------------------------- choosing
 
@@ -328,205 +332,99 @@ class SparseAttention:
         """Attention of one sequence's last queries [T, H, D] to what they choose; out and lse."""
         pages = self.cache.layers[layer]
         assert isinstance(pages, GqaPages)
-        view = _RowView.of(pages)
-        kv_heads, length, count = pages.key_cache.shape[2], self.cache.length(seq), len(q)
-        known = self._known.setdefault(seq, _Known())
+        known, length = self._known.setdefault(seq, _Known()), self.cache.length(seq)
         if layer not in known.pages or known.pages[layer].length != length:
             self._rebuild(layer, seq, length)
-        by_head = q.unflatten(1, (kv_heads, -1))  # [T, Hk, G, D]
-        last = torch.arange(length - count, length, device=q.device)  # position of each query
-        table = self.cache.batch([seq], [0])["block_table"][0].long()
-        positions, steps = self._positions(layer, seq, by_head, last, view, table)  # [T, Hk, topk]
-        ends = self._ends(last - steps)
-        with self._stage("attention"):
-            first = torch.arange(self.sparsity.sinks, device=q.device)
-            widest = self.sparsity.recent + steps + self.sparsity.page_size - 1
-            recent = last[:, None] - torch.arange(widest - 1, -1, -1, device=q.device)  # [T, widest]
-            recent = recent.masked_fill(recent < ends[:, None].clamp(min=len(first)), -1)
-            first = first.expand(count, -1).masked_fill(first > last[:, None], -1)
-            forced = torch.cat((first, recent), 1)[:, None].expand(-1, kv_heads, -1)
-            every = torch.cat((positions, forced), -1).flatten(0, 1)  # [T * Hk, n]
-            head = torch.arange(kv_heads, device=q.device).repeat(count)
-            sequences, width = every.shape
-            out, lse = ops.paged_attention(
-                by_head.flatten(0, 1),  # [T * Hk, G, D]: each head of each query is a sequence of its own
-                **view.arguments,
-                block_table=view.rows(table, every, head[:, None]),
-                seq_lens=torch.full((sequences,), width, dtype=torch.int32, device=q.device),
-                cu_seqlens_q=torch.arange(sequences + 1, dtype=torch.int32, device=q.device),
-                max_seqlen_q=1,
+        batch = self.cache.batch([seq], [len(q)])
+        positions, steps = self._positions(layer, seq, q, batch)  # [T, Hk, topk]
+        with self.stages.time("attention"):
+            out, lse = ops.sparse_attention(
+                q,
+                **pages.arguments,
+                **batch,
+                topk_indices=positions,
                 softmax_scale=softmax_scale,
+                **self._middle(steps),
                 softcap=softcap,
                 return_lse=True,
             )
             if self.sparsity.summaries:
-                rest = self._attend_summaries(known.pages[layer], by_head, ends, positions, softmax_scale, softcap)
+                rest = self._attend_summaries(known.pages[layer], q, length - steps, positions, softmax_scale, softcap)
                 outs, lses = (torch.stack(part) for part in zip((out, lse), rest, strict=True))
                 out, lse = ops.merge_attn_states(outs, lses)
-        return out.reshape(count, q.shape[1], -1), lse.reshape(count, q.shape[1])
+        return out, lse
 
-    def _positions(
-        self, layer: int, seq: int, by_head: Tensor, last: Tensor, view: _RowView, table: Tensor
-    ) -> tuple[Tensor, int]:
+    def _middle(self, steps: int = 0) -> dict[str, int]:
+        """Which tokens are chosen among, as the ops want to know it, when the choice is so many steps old."""
+        sparsity = self.sparsity
+        return dict(page_size=sparsity.page_size, num_sinks=sparsity.sinks, num_recent=sparsity.recent + steps)
+
+    def _positions(self, layer: int, seq: int, q: Tensor, batch: dict[str, Any]) -> tuple[Tensor, int]:
         """Positions [T, Hk, topk] that queries choose between the first and the recent tokens, ascending, -1 unused.
 
         And how many steps ago that was: the tokens since then come on top of the recent ones.
         """
-        known, reselect, count = self._known[seq], self.sparsity.reselect, len(last)
+        known, reselect, count = self._known[seq], self.sparsity.reselect, len(q)
         choice, length = known.choices.get(layer), self.cache.length(seq)
         if count == 1 and choice is not None and (not reselect or length - choice.length < reselect):
             return choice.positions[None], length - choice.length if reselect else 0
-        parts = zip(by_head.split(_QUERIES), last.split(_QUERIES), strict=True)
-        found = torch.cat([self._choose(known.pages[layer], *part, view, table, self.topk[layer]) for part in parts])
+        found, end = [], length - count
+        for part in q.split(_QUERIES):
+            end += len(part)
+            if end < length or len(part) < count:
+                batch = batch | dict(
+                    seq_lens=torch.full_like(batch["seq_lens"], end),
+                    cu_seqlens_q=batch["cu_seqlens_q"].clamp(max=len(part)),
+                    max_seqlen_q=len(part),
+                )
+            found.append(self._choose(layer, known.pages[layer], part, batch, end))
         if count == 1:
-            known.choices[layer] = _Choice(found[0], length)
-        return found, 0
+            known.choices[layer] = _Choice(found[0][0], length)
+        return torch.cat(found), 0
 
-    def _ends(self, last: Tensor) -> Tensor:
-        """Where the recent tokens of queries at positions [T] begin: at a page, so that no page is recent in part."""
-        size = self.sparsity.page_size
-        return (last + 1 - self.sparsity.recent).clamp(min=0) // size * size
-
-    def _choose(
-        self, summary: _Summary, by_head: Tensor, last: Tensor, view: _RowView, table: Tensor, topk: int
-    ) -> Tensor:
-        size, (count, kv_heads) = self.sparsity.page_size, by_head.shape[:2]
-        ends = self._ends(last)
-        pages = summary.length // size
-        queries = by_head.float()
-        with self._stage("index"):
-            low, high = summary.low[:pages], summary.high[:pages]
-            bound = torch.einsum("thgd,phd->thgp", queries.clamp(min=0), high)
-            bound += torch.einsum("thgd,phd->thgp", queries.clamp(max=0), low)
-            starts = torch.arange(pages, device=last.device) * size
-            inside = (starts < ends[:, None]) & (starts + size > self.sparsity.sinks)  # [T, pages], all of it past
-            bound = bound.amax(2).masked_fill(~inside[:, None], -torch.inf)  # [T, Hk, pages]
-        with self._stage("top_k"):
-            wanted = min(-(-self.sparsity.candidates * topk // size), max(pages, 1))
-            best = ops.topk_indices(bound.flatten(0, 1), wanted, order="position").long()  # [T * Hk, wanted]
-            token = best[..., None] * size + torch.arange(size, device=last.device)
-            token = token.masked_fill(best[..., None] < 0, -1).flatten(1).unflatten(0, (count, kv_heads))
-            usable = (token >= self.sparsity.sinks) & (token < ends[:, None, None])
-            token = token.masked_fill(~usable, -1)  # [T, Hk, candidates]
-        with self._stage("index"):
-            head = torch.arange(kv_heads, device=last.device)[:, None]
-            keys = view.keys(view.rows(table, token, head))  # [T, Hk, candidates, D]
-            scores = torch.einsum("thgd,thcd->thgc", queries, keys).amax(2)
-            scores = scores.masked_fill(token < 0, -torch.inf)
-        with self._stage("top_k"):
-            picked = ops.topk_indices(scores.flatten(0, 1), topk, order="position").long().unflatten(0, (count, -1))
-            return token.gather(-1, picked.clamp(min=0)).masked_fill(picked < 0, -1)
+    def _choose(self, layer: int, summary: _Summary, q: Tensor, batch: dict[str, Any], end: int) -> Tensor:
+        """What queries [T, H, D] choose, the last ones of a sequence of `end` tokens."""
+        pages, topk, size = self.cache.layers[layer], self.topk[layer], self.sparsity.page_size
+        assert isinstance(pages, GqaPages)
+        known, common = -(-end // size), batch | self._middle()
+        wanted = min(-(-self.sparsity.candidates * topk // size), known)
+        with self.stages.time("index"):
+            low, high = summary.low[None, :known], summary.high[None, :known]  # one block of all pages
+            bounds = ops.page_logits(q.to(low.dtype), low, high, **common | dict(block_table=self._first_block))
+        with self.stages.time("top_k"):
+            best = ops.topk_indices(bounds.flatten(0, 1), wanted, order="position")  # [T * Hk, wanted]
+        with self.stages.time("index"):
+            candidates = best.unflatten(0, bounds.shape[:2])
+            scores = ops.token_logits(q, **pages.key_arguments, **common, pages=candidates)
+        with self.stages.time("top_k"):
+            picked = ops.topk_indices(scores.flatten(0, 1), topk, order="position").long()
+            tokens = best[..., None] * size + torch.arange(size, device=q.device)  # [T * Hk, wanted, size]
+            chosen = tokens.flatten(1).gather(1, picked.clamp(min=0)).masked_fill(picked < 0, -1)
+            return chosen.unflatten(0, bounds.shape[:2])
 
     def _attend_summaries(
-        self, summary: _Summary, by_head: Tensor, ends: Tensor, positions: Tensor, scale: float, softcap: float
+        self, summary: _Summary, q: Tensor, end: int, positions: Tensor, scale: float, softcap: float
     ) -> tuple[Tensor, Tensor]:
-        """Attention [T * Hk, G, Dv] to the means of pages, each with the mass of its tokens that were not chosen.
+        """Attention of queries [T, H, D] to the means of pages, each with the mass of its tokens that were not chosen.
 
-        ends   [T] where the recent tokens of each query begin
+        end   tokens of the sequence when positions [T, Hk, topk] were chosen
         """
-        size, pages = self.sparsity.page_size, summary.length // self.sparsity.page_size
+        size, (count, kv_heads, _) = self.sparsity.page_size, positions.shape
+        pages = summary.length // size
+        last = torch.arange(end - count, end, device=q.device)
+        ends = ((last + 1 - self.sparsity.recent).clamp(min=0) // size * size)[:, None]  # where the recent ones begin
         assert summary.keys is not None
         assert summary.values is not None
         start = torch.arange(pages, device=ends.device) * size
         inside = (start + size - start.clamp(min=self.sparsity.sinks)).clamp(min=0)  # tokens after the first ones
-        left = inside.masked_fill(start >= ends[:, None], 0)[:, None].expand(-1, positions.shape[1], -1).float()
+        left = inside.masked_fill(start >= ends, 0)[:, None].expand(-1, kv_heads, -1).float()
         page = (positions.clamp(min=0) // size).clamp(max=max(pages - 1, 0))
         left = left - torch.zeros_like(left).scatter_add_(-1, page, (positions >= 0).float())
-        logits = torch.einsum("thgd,phd->thgp", by_head.float(), summary.keys[:pages] / size) * scale
+        by_head = q.unflatten(1, (kv_heads, -1)).float()
+        logits = torch.einsum("thgd,phd->thgp", by_head, summary.keys[:pages] / size) * scale
         logits = softcap * torch.tanh(logits / softcap) if softcap else logits
         logits = logits + left[:, :, None].log()  # -inf where nothing is left
         lse = logits.logsumexp(-1)
         weights = (logits - lse[..., None]).exp().nan_to_num(0)
         out = torch.einsum("thgp,phd->thgd", weights, summary.values[:pages] / size)
-        return out.flatten(0, 1).to(by_head.dtype), lse.flatten(0, 1)
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        if not self.timed:
-            yield
-            return
-        start = self._now()
-        yield
-        self.seconds[name] += self._now() - start
-
-    def _now(self) -> float:
-        if self.cache.device.type != "cpu":
-            torch.accelerator.synchronize(self.cache.device)
-        return time.perf_counter()
-
-
-@dataclass(frozen=True)
-class _RowView:
-    """Pages of a layer as blocks of one row of one head each: `rows` says which, `arguments` is the cache of these.
-
-    A row of a head begins at a multiple of `unit` elements, the largest that divides every stride, and that multiple
-    is its block. So no row is copied, and blocks of any size and layout look alike.
-    """
-
-    pages: GqaPages
-    steps: tuple[int, int, int]  # of block, slot and head, in units
-
-    @classmethod
-    def of(cls, pages: GqaPages) -> _RowView:
-        """Raises ArgumentError for pages whose keys, values and scales do not lie alike."""
-        for name in formats.pair(pages.kv_format):
-            granularity = "none" if name == "auto" else formats.get(name).granularity
-            if granularity in ("head", "channel"):
-                raise ArgumentError(
-                    f"kv_format is {pages.kv_format!r}, with static scales per {granularity}; sparse attention reads "
-                    f"each head by itself: choose scales per tensor or per token"
-                )
-        found = {_steps(tensor) for tensor in pages.tensors}
-        if len(found) > 1:
-            raise ArgumentError(
-                f"pages of kv_format {pages.kv_format!r} lie in memory in {len(found)} ways; sparse attention needs "
-                f"keys, values and scales in one order: make the cache with layout='NHD'"
-            )
-        return cls(pages, found.pop())
-
-    def rows(self, table: Tensor, positions: Tensor, head: Tensor) -> Tensor:
-        """Blocks [...] int64 of tokens at positions [...] of the sequence of a block table, in a head; -1 stays."""
-        block_size = self.pages.key_cache.shape[1]
-        token = positions.clamp(min=0)
-        block, offset = table[token // block_size], token % block_size
-        by_block, by_slot, by_head = self.steps
-        return (block * by_block + offset * by_slot + head * by_head).masked_fill(positions < 0, -1)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What paged_attention wants to know of the cache of rows."""
-        arguments = self.pages.arguments
-        for name in ("key_cache", "value_cache", "k_scale_cache", "v_scale_cache"):
-            if arguments[name] is not None:
-                arguments[name] = _as_rows(arguments[name], self.steps)
-        return arguments
-
-    def keys(self, rows: Tensor) -> Tensor:
-        """Keys [..., D] of rows [...], dequantized to float32; those of row -1 are any."""
-        gather = self.pages.gather_arguments[0]
-        view = {name: _as_rows(gather[name], self.steps) if gather[name] is not None else None
-                for name in ("cache", "scale_cache")}  # fmt: skip
-        flat = rows.clamp(min=0).reshape(1, -1)
-        found = ops.gather_cache(
-            **{**gather, **view},
-            block_table=flat,
-            cu_seqlens=torch.tensor([0, flat.shape[1]], dtype=torch.int32, device=rows.device),
-            num_tokens=flat.shape[1],
-            out_format="auto",  # the cache's dtype, and float32 for codes
-        )
-        return found.float().reshape(*rows.shape, -1)
-
-
-def _steps(tensor: Tensor) -> tuple[int, int, int]:
-    """Strides of block, slot and head of pages [nb, bs, Hk, ...], in units of their greatest common divisor."""
-    strides = tensor.stride()[:3]
-    unit = gcd(*strides)
-    return tuple(stride // unit for stride in strides)  # type: ignore[return-value]
-
-
-def _as_rows(tensor: Tensor, steps: tuple[int, int, int]) -> Tensor:
-    """Pages [nb, bs, Hk, *row] as [rows, 1, 1, *row]."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape[:3], steps, strict=True))
-    unit = gcd(*tensor.stride()[:3])
-    shape = (last + 1, 1, 1, *tensor.shape[3:])
-    return tensor.as_strided(shape, (unit, unit, unit, *tensor.stride()[3:]))
+        return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -130,7 +131,7 @@ def crossover(args: argparse.Namespace) -> int:
     """Measure dense against sparse decode steps, keep and print it."""
     import torch
 
-    from ..cache import GqaLayer, Sparsity, crossover
+    from ..cache import GqaLayer, Sparsity, crossover, stages
 
     heads, kv_heads, head_dim = _numbers("--shape", args.shape, 3)
     sparsity = Sparsity(args.topk, reselect=args.reselect)
@@ -146,10 +147,13 @@ def crossover(args: argparse.Namespace) -> int:
         return 0
     shown = [
         (row.context, f"{row.dense_us:.0f}", f"{row.sparse_us:.0f}", f"{row.sparse_us / row.dense_us:.2f}",
-         f"{row.choosing:.0%}")
+         *stages.told(row.stages_us, "us", digits=0).values())
         for row in rows
     ]  # fmt: skip
-    print_table(("context", "dense us", "sparse us", "ratio", "choosing"), shown)
+    print_table(("context", "dense us", "sparse us", "ratio", *rows[0].stages_us), shown)
+    for row in rows:
+        if advice := stages.advice({stage: us / 1e6 for stage, us in row.stages_us.items()}, args.reselect):
+            print(f"{row.context} tokens: {advice}", file=sys.stderr)
     print(crossover.dense_below(case)[1])
     return 0
 

@@ -423,8 +423,10 @@ def table(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     used, size = document["pages_used"], document["block_size"]
     yield "pages used", f"{used} of {document['pages_total']}, {size} tokens each"
     if "sparse" in document:
+        from ..cache.stages import told
+
         yield "sparse", document["sparse"]
-        yield "its stages", ", ".join(f"{stage} {seconds:g} s" for stage, seconds in document["sparse_seconds"].items())
+        yield "its stages", ", ".join(f"{stage} {text}" for stage, text in told(document["sparse_seconds"]).items())
     for op, backend in document["backends"].items():
         yield op, str(backend)
 

@@ -98,6 +98,18 @@ def check_keys(q: Any, key_cache: Any, kv_format: str, block_size: Any, compress
     )
 
 
+def middle_end(positions: Tensor, num_recent: int, page_size: int) -> Tensor:
+    """Where the last num_recent tokens of queries at `positions` begin: at a page, so that none is recent in part."""
+    before = (positions + 1 - num_recent).clamp(min=0)
+    return torch.div(before, page_size, rounding_mode="floor") * page_size
+
+
+def check_middle(page_size: Any, num_sinks: Any, num_recent: Any) -> None:
+    need(page_size >= 1, f"page_size is {page_size}; it must be at least 1: pass how many tokens are scored as one")
+    for name, count in (("num_sinks", num_sinks), ("num_recent", num_recent)):
+        need(count >= 0, f"{name} is {count}; it must be at least 0: pass how many tokens stay in any case")
+
+
 def check_block(candidate_block_size: Any) -> None:
     need(
         candidate_block_size >= 1,

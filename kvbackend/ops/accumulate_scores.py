@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
 from ..arrays import Float, Float32, Index, Int32, Rows, need
 from ..spec import op
 from . import _checks, _formats, _math
@@ -74,7 +73,7 @@ def accumulate_scores(
     num_tokens, num_heads, dim = q.shape
     if num_tokens == 0 or seq_lens.shape[0] == 0 or max_seqlen_q <= 0:
         return
-    keys = _keys(key_cache, kv_format, k_scale, k_scale_cache)
+    keys = _formats.keys(key_cache, kv_format, k_scale, k_scale_cache)
     dtype, kv_heads = _math.compute_dtype(q), key_cache.shape[2]
     for sequence in _math.sequences(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens):
         table = block_table[sequence.index]
@@ -124,11 +123,6 @@ def accumulate_scores(
             _math.write_rows(score_cache, slots, before + mass.mT)
 
 
-def _keys(key_cache: Any, kv_format: str, k_scale: Any, k_scale_cache: Any) -> _formats.Cached:
-    format_name, _ = formats.pair(kv_format)
-    return _formats.Cached("key_cache", key_cache, format_name, "k_scale", k_scale, "k_scale_cache", k_scale_cache)
-
-
 @accumulate_scores.check
 def _(q, key_cache, scores, score_cache, window, softcap, k_scale, k_scale_cache, kv_format, rope_cos_sin, **_):
     given = [name for name, tensor in (("scores", scores), ("score_cache", score_cache)) if tensor is not None]
@@ -137,7 +131,7 @@ def _(q, key_cache, scores, score_cache, window, softcap, k_scale, k_scale_cache
         f"{' and '.join(given) or 'neither scores nor score_cache'} {'are' if given else 'is'} given; exactly one of "
         f"scores [B, Hk, S] and score_cache [nb, bs, Hk] takes the sums: pass one",
     )
-    _keys(key_cache, kv_format, k_scale, k_scale_cache).check("q", q, q.shape[2])
+    _formats.keys(key_cache, kv_format, k_scale, k_scale_cache).check("q", q, q.shape[2])
     _checks.heads_divide(q.shape[1], key_cache.shape[2])
     _checks.window(window)
     _checks.softcap(softcap)

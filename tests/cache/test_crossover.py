@@ -37,14 +37,19 @@ def _reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     ],
 )
 def test_the_crossover_is_where_sparse_stays_ahead(rows: list[tuple[int, int, int]], first: int) -> None:
-    assert crossover.crossover([Row(*row, choosing=0.5) for row in reversed(rows)]) == first
+    assert crossover.crossover([Row(*row, {}) for row in reversed(rows)]) == first
 
 
 def test_measuring_times_both_on_the_same_tokens() -> None:
     case, rows = crossover.measure(GqaLayer(2, 16), 4, SPARSITY, torch.float32, contexts=(300, 100))
     assert (case.heads, case.kv_heads, case.head_dim, case.dtype, case.topk) == (4, 2, 16, "float32", 32)
     assert [row.context for row in rows] == [100, 300]
-    assert all(row.dense_us > 0 and row.sparse_us > 0 and 0 < row.choosing < 1 for row in rows)
+    for row in rows:
+        assert row.dense_us > 0
+        spent = [row.stages_us[stage] for stage in ("index", "top_k", "attention")]
+        assert min(spent) > 0
+        assert sum(spent) < 20 * row.sparse_us  # a mean of what is a median there
+        assert row.stages_us["gather"] == row.stages_us["codec"] == 0  # read in place, and not coded
 
 
 def test_auto_is_dense_below_what_was_measured() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 import kvbackend
 from kvbackend import ArgumentError
 from kvbackend.cache import GqaLayer, MlaLayer, PagedCache, SparseAttention, Sparsity
+from kvbackend.cache.stages import STAGES, advice
 
 from .rows import nan_cache
 
@@ -226,8 +227,9 @@ def test_topk_by_layer() -> None:
 
 @pytest.mark.parametrize(
     ("kv_format", "layout"),
-    [("auto", "HND"), ("auto", "interleaved"), ("int8", "NHD"), ("fp8_e4m3", "NHD"), ("fp8_e4m3", "HND"),
-     ("fp4_e2m1/int8", "NHD"), ("mxfp4", "NHD"), ("nvfp4", "NHD"), ("auto/mxfp8", "NHD")],
+    [("auto", "HND"), ("auto", "interleaved"), ("int8", "NHD"), ("int8", "HND"), ("fp8_e4m3", "NHD"),
+     ("fp8_e4m3", "HND"), ("fp8_e4m3:head", "NHD"), ("fp4_e2m1/int8", "NHD"), ("mxfp4", "NHD"), ("nvfp4", "NHD"),
+     ("auto/mxfp8", "NHD")],
 )  # fmt: skip
 def test_formats_and_layouts(kv_format: str, layout: str) -> None:
     sparsity = Sparsity(24, sinks=3, recent=10)
@@ -291,19 +293,40 @@ def test_attention_sinks_enter_once() -> None:
 
 
 def test_stages_are_timed_and_advice_given() -> None:
-    sparse = made(Sparsity(16, recent=8), timed=True)
-    assert sparse.advice() is None
     q, keys, values = rows(200)
-    seq = sparse.cache.new_sequence()
-    feed(sparse, seq, keys, values)
-    sparse.attend(0, q[-1:], [seq], [1], SCALE)
-    assert all(seconds > 0 for seconds in sparse.seconds.values())
-    sparse.seconds = {"index": 3.0, "top_k": 1.0, "attention": 6.0}
-    assert "choosing tokens takes 40% of the attention time" in (sparse.advice() or "")
-    sparse.seconds["attention"] = 100.0
-    assert sparse.advice() is None
-    sparse.seconds = {"index": 3.0, "top_k": 0.0, "attention": 1.0}  # all dense: nothing was chosen
-    assert sparse.advice() is None
+    for kv_format in ("auto", "int8"):
+        sparse = made(Sparsity(16, recent=8), timed=True, kv_format=kv_format)
+        assert sparse.advice() is None
+        seq = sparse.cache.new_sequence()
+        feed(sparse, seq, keys, values)
+        sparse.attend(0, q[-1:], [seq], [1], SCALE)
+        assert set(sparse.seconds) == {"codec", "index", "top_k", "gather", "attention"}
+        spent = {stage for stage, seconds in sparse.seconds.items() if seconds > 0}
+        assert spent == {"index", "top_k", "attention"} | ({"codec"} if kv_format == "int8" else set())
+        child = sparse.cache.fork(seq)  # its pages are learnt from rows that are gathered
+        sparse.attend(0, q[-1:], [child], [1], SCALE)
+        assert sparse.seconds["gather"] > 0
+
+
+@pytest.mark.parametrize(
+    ("spent", "share"),
+    [
+        (dict(index=3.0, top_k=1.0, attention=6.0), "40%"),
+        (dict(index=1.0, top_k=1.0, gather=1.0, attention=7.0), "30%"),
+        (dict(index=3.0, top_k=1.0, attention=100.0), None),
+        (dict(index=1.0, top_k=1.0, attention=8.0), None),  # just at the limit
+        (dict(codec=90.0, index=3.0, top_k=1.0, attention=6.0), "40%"),  # coding is due whatever is read
+        (dict(index=3.0, attention=1.0), None),  # all dense: nothing was chosen
+        ({}, None),
+    ],
+)
+def test_advice_is_given_above_a_fifth(spent: dict[str, float], share: str | None) -> None:
+    text = advice(dict.fromkeys(STAGES, 0.0) | spent, reselect=3)
+    assert (text is None) == (share is None)
+    if share is not None and text is not None:
+        assert f"choosing tokens takes {share} of the attention time" in text
+        assert "choose less often (reselect 8), or a larger top-k" in text
+        assert f"gather {'1 s' if spent.get('gather') else 'in place'}" in text
 
 
 @pytest.mark.parametrize(
@@ -331,8 +354,6 @@ def test_rules_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
         (MlaLayer(32, 8), {}, "cache has MlaLayers.*sparse_mla_attention"),
         (LAYER, dict(kv_format="int8", keep_recent=4), "cache keeps recent or first tokens in full precision"),
         (LAYER, dict(kv_format="int4:32"), "cache has kv_format 'int4:32', whose keys share scales"),
-        (LAYER, dict(kv_format="fp8_e4m3:head"), "with static scales per head"),
-        (LAYER, dict(kv_format="int8", layout="HND"), "in 2 ways.*make the cache with layout='NHD'"),
     ],
 )
 def test_caches_that_it_cannot_read(layer: Any, options: dict[str, Any], message: str) -> None:

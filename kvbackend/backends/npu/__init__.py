@@ -26,10 +26,13 @@ WITHOUT = {
     "compress_kv": f"torch_npu has no compressor ({_SCHEMAS}); CANN's aclnnCompressor projects the rows itself, {_V4}",
     "dequantize_kv": f"{_BITS} the order of roundings of npu_anti_mx_quant nor that of npu_anti_quant ({_DOCUMENTED})",
     "indexer_logits": f"npu_lightning_indexer returns positions; values for training and dense keys ({_DOCUMENTED})",
+    "page_logits": _PLAIN,
     "quantize_kv": f"{_BITS} how npu_dynamic_quant and npu_dynamic_mx_quant round nor what becomes of NaN and inf "
     f"({_DOCUMENTED})",
     "select_tokens": _PLAIN,
     "shared_kv_attention": f"torch_npu has none ({_SCHEMAS}); CANN's is aclnnSparseFlashMla, {_V4}",
+    "sparse_attention": f"no torch_npu attention takes positions for each kv head ({_SCHEMAS})",
+    "token_logits": _PLAIN,
     "topk_indices": f"no torch_npu top-k says which of equal scores it takes ({_DOCUMENTED}); the op's rule is the "
     f"lowest position, which its reference's stable sort keeps",
     "transcode": _PLAIN,

@@ -334,6 +334,9 @@ class Store:
         if window > 0 or (max(self.counts, default=0) > 1 and not self.options.sparse_prompt):
             return self.pages.attend(*call, window=window, **options)[0]
         self._tell("topk_indices", scores=q[:, 0], k=1)
+        positions = self.slots[layer].new_zeros(len(q), pages.caches[0].shape[2], 1)
+        chosen = dict(q=q, topk_indices=positions, softmax_scale=scale)
+        self._tell("sparse_attention", **chosen, **batch, **pages.arguments)
         return self.sparse.attend(*call, **options)[0]
 
     def attend_latent(self, layer: int, q: tuple[Tensor, Tensor], ckv: Tensor, kpe: Tensor, scale: float) -> Tensor:
