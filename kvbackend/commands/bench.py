@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how decode attention grows: over context, number of sequences, and threads",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the curves (needs matplotlib)")
+    parser.add_argument(
+        "--model", metavar="SOC", help="measure nothing: the least times on an Ascend NPU, ascend950pr_9599 for example"
+    )
     sparse = parser.add_argument_group("what --crossover measures")
     sparse.add_argument(
         "--shape", default="32/8/128", metavar="HEADS/KV_HEADS/HEAD_DIM", help="of a layer; default: 32/8/128"
@@ -48,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print."""
+    if args.model:
+        return roofline(args)
     if args.crossover:
         return crossover(args)
     if args.plot and not args.curves:
@@ -96,6 +101,42 @@ def main(args: argparse.Namespace) -> int:
     print_table(titles, rows)
     shown = ", ".join(f"{_plain(name)} {value}" for name, value in at_most.items())
     print(f"{here}; limits in GB/s and GFLOP/s: {shown}")
+    return 0
+
+
+def roofline(args: argparse.Namespace) -> int:
+    """Predict and print what an NPU would take at least."""
+    from ..bench import roofline as model
+    from ..ops import get, registry
+
+    npu = model.find(args.model)
+    chosen = [get(name).name for name in args.ops] or sorted(registry)
+    found = model.predictions(npu, chosen)
+    if args.json:
+        document = dict(prediction=True, npu=asdict(npu), assumptions=model.ASSUMPTIONS, left_out=model.LEFT_OUT)
+        print_json("bench", document | {"results": [row.to_dict() for row in found]})
+        return 0
+    rows = [
+        (
+            row.op,
+            row.case,
+            f"{row.moved_bytes / 1e6:.1f}",
+            f"{row.cube / 1e9:.1f}",
+            f"{row.vector / 1e9:.2f}",
+            f"{row.predicted_us:.1f}",
+            row.bound + (", fits L2" if row.fits_l2 and row.bound == "memory" else ""),
+        )
+        for row in found
+    ]
+    titles = ("op", "case", "MB", "GFLOP cube", "GFLOP vector", "us at least", "bound")
+    print_table(titles, rows, title=f"PREDICTION for {npu.name}, nothing was measured")
+    print(
+        f"{npu.memory / 1e12:.2f} TB/s, {npu.cube / 1e12:.0f} TFLOPS of the cube cores (bf16), "
+        f"{npu.vector / 1e12:.0f} of the vector cores (float32), {npu.l2_bytes >> 20} MiB of L2; where that was read: "
+        f"kvbackend/bench/npus.json"
+    )
+    for sentence in (*model.ASSUMPTIONS, *(f"{op}: left out, {why}" for op, why in model.LEFT_OUT.items())):
+        print(f"- {sentence}")
     return 0
 
 

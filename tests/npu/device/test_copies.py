@@ -113,6 +113,9 @@ def test_interleaved_pools_are_copied_block_by_block() -> None:
     assert len(made()) == 3
     assert torch.equal(out[:, 0].cpu(), wanted(source + 100, target))
     assert torch.equal(out[:, 1].cpu(), target)
+    dense = target.to("npu:0")
+    swap(both[:, 1], dense)
+    assert torch.equal(dense.cpu(), wanted(source + 100, target))
 
 
 @pytest.mark.parametrize("pairs", [[[0, 2], [3, 3]], [[0, 2], [1, 4]], [[1, 2], [0, 3]]])
