@@ -67,6 +67,17 @@ def read(path: str | os.PathLike[str]) -> Profile:
     return profile
 
 
+def need_place(path: str | os.PathLike[str]) -> None:
+    """Raise ArgumentError where a file could not be written: to be asked before long work, not after it."""
+    target = Path(path)
+    if target.is_dir() or not target.name:
+        raise ArgumentError(f"{str(path)!r} is a folder; a file is written there: name one")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise ArgumentError(
+            f"{target} cannot be written; its folder must exist and be writable: make it, or name another"
+        )
+
+
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file that appears whole or not at all."""
     target = Path(path)

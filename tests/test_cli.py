@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,17 +48,26 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert [backend["status"] for backend in found["backends"]] == ["chosen", "lower"]
 
 
-def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
-    found = document(capsys, "matrix", "reshape_and_cache")
-    assert found["summary"]["fail"] == 0
+def test_matrix(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    found = document(capsys, "matrix", "reshape_and_cache", "--quick", "--html", str(page))
+    assert found["summary"]["fail"] == found["summary"]["crashed"] == 0
     assert found["devices"] == ["cpu"]
     cells = found["cells"]
     assert len(cells) == sum(found["summary"].values())
-    assert {(cell["backend"], cell["dtype"]) for cell in cells} == {
-        (backend, dtype) for backend in ("cpu", "reference") for dtype in ("float32", "bfloat16", "float16")
-    }
+    here = {(cell["backend"], cell["dtype"], cell["status"]) for cell in cells if cell["device"] == "cpu"}
+    dtypes = ("float32", "bfloat16", "float16")
+    assert here == {(backend, dtype, "pass") for backend in ("cpu", "reference") for dtype in dtypes}
+    assert {cell["format"] for cell in cells} >= {"auto", "mxfp8/mxfp4"}
     keys = {"op", "backend", "device", "dtype", "format", "sample", "status", "reasons", "max_error", "evidence"}
     assert all(keys <= cell.keys() for cell in cells)
+    elsewhere = {(cell["status"], bool(cell["reasons"])) for cell in cells if cell["device"] != "cpu"}
+    assert elsewhere == {("refused", True), ("untested", True)}
+    assert found["versions"]["torch"]
+    assert found["chips"]["cpu"]["arch"] == found["host"]["machine"]
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", found["date"])
+    assert json.dumps(found["date"][:10])[1:-1] in page.read_text("utf-8")
+    assert not list(tmp_path.glob(".page*")), "what is written in parts must not stay"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +80,9 @@ def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
         (["matrix", "--backend", "cudda"], "--backend is 'cudda'; installed are cpu"),
         (["matrix", "--device", "cudda"], "--device is 'cudda'; torch cannot use it here"),
         (["matrix", "--device", "meta"], "--device is 'meta', which holds no numbers"),
+        (["matrix", "reshape_and_cach"], "there is no op 'reshape_and_cach'"),
+        (["matrix", "--html", "/no/such/folder/page.html"], "its folder must exist and be writable"),
+        (["matrix", "--html", "/tmp"], "'/tmp' is a folder; a file is written there"),
         (["explain", "paged_attention", "--dtype", "int8"], "--dtype is 'int8'; samples come in float32"),
         (["plan", "--layers", "1000000000", "--kv-heads", "8", "--head-dim", "128"], "must be a whole number from 1"),
         (["plan", "--layers", "4", "--kv-heads", "8", "--latent", "512"], "--latent is given with --kv-heads"),

@@ -7,7 +7,9 @@ module of the op's name:
     def unsupported(<the arguments it reads>, **_):  yields every reason why it cannot take this call
     def run(<the op's arguments>):                   does it
 
-The module's existence is the registration. A package may say in `WITHOUT` (op -> words) why it has no module for an op.
+The module's existence is the registration. A package may say in `WITHOUT` (op -> words) why it has no module for an op,
+and in `EVIDENCE` how it is known that its adapters are right as long as no device has run them; `EVIDENCE_OF` (op ->
+words) where that differs. `kvbackend matrix merge` shows these words until a device's results are there.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Protocol
 
 REFERENCE = "reference"  # every op's own body: serves every device, asked last
 ENTRY_POINT_GROUP = "kvbackend.backends"
+TRANSLATED = "translated, not run"  # the evidence of a backend that declares none
 
 
 class Adapter(Protocol):
@@ -43,6 +46,8 @@ class Backend:
     order: int
     _missing: Callable[[], Iterable[str]]
     _without: Mapping[str, str] = field(default_factory=dict, compare=False)
+    evidence: str = TRANSLATED
+    _evidence_of: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def missing(self) -> tuple[str, ...]:
         """Why this machine cannot use the backend at all; asked once per process."""
@@ -52,6 +57,10 @@ class Backend:
         """The words for an op that it has no kernel for."""
         why = self._without.get(op_name)
         return f"has no kernel for {op_name}" + (f": {why}" if why else "")
+
+    def evidence_of(self, op_name: str) -> str:
+        """How it is known, without a run on the device, that its adapter of an op is right."""
+        return self._evidence_of.get(op_name, self.evidence)
 
     def adapter(self, op_name: str) -> Adapter | None:
         """The backend's module for an op, or None where it has no kernel for it."""
@@ -102,4 +111,13 @@ def _load(name: str, package: str) -> Backend:
             yield f"{reason}: reinstall or remove the package that provides it"
 
         return Backend(name, package, None, 1 << 30, broken)
-    return Backend(name, package, module.DEVICE, module.ORDER, module.missing, getattr(module, "WITHOUT", {}))
+    return Backend(
+        name,
+        package,
+        module.DEVICE,
+        module.ORDER,
+        module.missing,
+        getattr(module, "WITHOUT", {}),
+        getattr(module, "EVIDENCE", TRANSLATED),
+        getattr(module, "EVIDENCE_OF", {}),
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from .. import __version__
@@ -27,6 +28,30 @@ def print_json(command: str, document: dict[str, Any]) -> None:
     head = {"schema": f"kvbackend-{command}/1", "version": __version__}
     json.dump(head | document, sys.stdout, indent=1, ensure_ascii=False)
     print()
+
+
+@contextmanager
+def bar() -> Iterator[Any]:
+    """`step(what, done, total, now="")`: a bar for each `what` on stderr where that is a terminal, else nothing."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield lambda what, done, total, now="": None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what, done, total, now="": None
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
+        tasks: dict[str, Any] = {}
+
+        def step(what: str, done: int, total: int, now: str = "") -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+            progress.update(tasks[what], completed=done, total=total, description=f"{what} {now}".strip())
+
+        yield step
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:

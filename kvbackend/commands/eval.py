@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import model_store, profile, texts
 from ..errors import ArgumentError
 from ..planner.schemes import SETTINGS, parse
-from ._output import print_json, print_table
+from ._output import bar, print_json, print_table
 
 if TYPE_CHECKING:
     from ..evaluate import Settings
@@ -130,30 +130,6 @@ def evaluator(args: argparse.Namespace, settings: Callable[[], Settings]) -> Ite
         tokenizer, model = load(folder, "float32" if device.type == "cpu" else "bfloat16", device)
         with Evaluator(model, tokenizer, name, text, text_name, settings(), args.calibration, step) as made:
             yield made
-
-
-@contextmanager
-def bar() -> Iterator[Any]:
-    """`step(what, done, total)`: a bar on stderr where that is a terminal, else nothing."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        yield lambda what, done, total: None
-        return
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda what, done, total: None
-        return
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
-        tasks: dict[str, Any] = {}
-
-        def step(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total)
-            progress.update(tasks[what], completed=done, total=total)
-
-        yield step
 
 
 # ------------------------------------------------------------------------------------------------------- showing

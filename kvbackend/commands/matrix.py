@@ -3,87 +3,123 @@
 from __future__ import annotations
 
 import argparse
-import platform
-import sys
-import warnings
 from collections import defaultdict
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from .. import profile
 from ..errors import ArgumentError
-from ._output import need_device, print_json, print_table
+from ._output import bar, need_device, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..matrix import Cell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("ops", metavar="OP", nargs="*", help="ops to run (default: all)")
+    parser.add_argument("--quick", action="store_true", help="the first sample of each format, and production's")
     parser.add_argument("--backend", action="append", help="only this backend; repeatable")
-    parser.add_argument("--device", default="cpu", help="the device to run on (default: cpu)")
+    parser.add_argument("--device", action="append", help="only this device; repeatable (default: all that are here)")
     parser.add_argument("--json", action="store_true", help="print one JSON document, a cell for each sample")
+    parser.add_argument("--html", metavar="FILE", help="also write one page for a browser, with filters")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the samples. Exit code 1 where a cell failed."""
-    import torch
-
+    """Run the samples. Exit code 1 where a cell failed or crashed."""
     from ..backends import names
-    from ..dispatch import FallbackWarning
-    from ..matrix import Cell, cells, summarize
-    from ..native import build_facts
+    from ..matrix import documents, page, summarize
     from ..ops import get, registry
 
     chosen = [get(name).name for name in args.ops] or list(registry)
     for backend in args.backend or ():
         if backend not in names():
             raise ArgumentError(f"--backend is {backend!r}; installed are {', '.join(names())}: choose one of these")
-    need_device(args.device)
-    if args.device == "meta":
-        raise ArgumentError("--device is 'meta', which holds no numbers; samples are run and compared: pass cpu")
-    warnings.simplefilter("ignore", FallbackWarning)
-    found: list[Cell] = []
-    for done, op in enumerate(chosen):
-        if sys.stderr.isatty():
-            print(f"\r{done}/{len(chosen)} {op:<30}", end="", file=sys.stderr)
-        found += cells([op], args.backend, args.device)
-    if sys.stderr.isatty():
-        print("\r" + " " * 50 + "\r", end="", file=sys.stderr)
-    summary = summarize(found)
+    devices = devices_of(args.device)
+    if args.html:
+        profile.need_place(args.html)
+    found = run(chosen, args.backend, devices, args.quick, asking=not args.device)
+    document = documents.document(found, devices, args.quick)
+    if args.html:
+        profile.write_whole(args.html, page.page([document]).encode())
     if args.json:
-        host: dict[str, Any] = dict(
-            platform=platform.platform(), machine=platform.machine(), python=platform.python_version()
-        )
-        try:
-            host |= build_facts()
-        except ImportError as error:
-            host["build"] = str(error)
-        document: dict[str, Any] = dict(host=host | {"torch": torch.__version__}, devices=[args.device])
-        print_json("matrix", document | {"cells": [cell.to_dict() for cell in found], "summary": summary})
+        print_json("matrix", document)
     else:
-        _print_cells(found)
-        print(", ".join(f"{count} {status}" for status, count in summary.items() if count))
-    return 1 if summary["fail"] else 0
+        print_cells(found, devices)
+        print(", ".join(f"{count} {status}" for status, count in summarize(found).items() if count))
+    return int(any(cell.status in ("fail", "crashed") for cell in found))
 
 
-def _print_cells(found: list[Any]) -> None:
-    """A row for each op and backend, then what failed or was refused."""
-    rows: dict[tuple[str, str], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+def devices_of(given: Sequence[str] | None) -> list[str]:
+    """The devices that were asked for, or all here that some backend serves."""
+    for name in given or ():
+        need_device(name)
+        if name == "meta":
+            raise ArgumentError("--device is 'meta', which holds no numbers; samples are run and compared: pass cpu")
+    if given:
+        return list(dict.fromkeys(given))
+    from ..backends import registered
+
+    here = {backend.device for backend in registered().values() if backend.device and not backend.missing()}
+    return ["cpu", *sorted(here - {"cpu"})]
+
+
+def run(
+    ops: Sequence[str], backends: Sequence[str] | None, devices: Sequence[str], quick: bool, asking: bool
+) -> list[Cell]:
+    """All cells. asking: also what backends of devices that are not here say of the samples."""
+    from ..matrix import children
+
+    found: list[Cell] = []
+    groups = children.groups(ops, backends, devices, quick)
+    turns: dict[tuple[str, ...], None] = {}
+    with bar() as step:
+
+        def begin(key: children.Key) -> None:
+            turns[key[:4]] = None
+            step("cells", len(turns) - 1, total, f"{key[0]} on {key[1]}")
+
+        total = sum(group.turns() for group in groups)
+        for group in groups:
+            found += children.run(group, begin)
+    found += children.asked(ops, backends, devices, quick) if asking else ()
+    return sorted(found, key=lambda cell: ops.index(cell.op))
+
+
+def print_cells(found: Sequence[Cell], devices: Sequence[str]) -> None:
+    """A row for each op and backend; then the reasons of cells that had a device, and why backends have none."""
+    from ..backends import registered
+
+    rows: dict[tuple[str, ...], dict[str, list[Cell]]] = defaultdict(lambda: defaultdict(list))
+    several = len({cell.device for cell in found if cell.device in devices}) > 1
     for cell in found:
-        rows[cell.op, cell.backend][cell.dtype].append(cell)
-    dtypes = list(dict.fromkeys(cell.dtype for cell in found))
-    table = []
-    for (op, backend), by_dtype in rows.items():
-        table.append((op, backend, *(_verdict(by_dtype[dtype]) for dtype in dtypes)))
+        where = f"{cell.backend} on {cell.device}" if several and cell.device in devices else cell.backend
+        rows[cell.op, where][cell.dtype].append(cell)
+    dtypes = list(dict.fromkeys(cell.dtype for cell in found if cell.sample))
+    table = [(*head, *(verdict(by_dtype[dtype]) for dtype in dtypes)) for head, by_dtype in rows.items()]
     print_table(("op", "backend", *dtypes), table)
-    for line in sorted({f"{c.op} on {c.backend}, {c.status}: {r}" for c in found for r in c.reasons}):
+    here = [cell for cell in found if cell.device in devices]
+    for line in sorted({f"{c.op} on {c.backend}, {c.status}: {r}" for c in here for r in c.reasons}):
         print(line)
+    elsewhere = {cell.backend for cell in found} - {cell.backend for cell in here}
+    for backend in registered().values():
+        if backend.name in elsewhere:
+            for reason in backend.missing():
+                print(f"{backend.name}: untested: {reason}")
 
 
-def _verdict(group: list[Any]) -> str:
-    passed = [cell for cell in group if cell.status == "pass"]
-    failed = [cell for cell in group if cell.status == "fail"]
-    if failed:
-        return f"FAIL {len(failed)} of {len(group)}: {failed[0].sample}"
-    if not passed:
-        return "refused"
-    worst = max(cell.max_error for cell in passed)
-    refused = f", {len(group) - len(passed)} refused" if len(passed) < len(group) else ""
-    return f"pass {len(passed)} (error {worst:.1e}){refused}" if worst else f"pass {len(passed)} (exact){refused}"
+def verdict(group: Sequence[Cell]) -> str:
+    """The cells of one op, backend and dtype in a few words."""
+    by_status: dict[str, list[Cell]] = defaultdict(list)
+    for cell in group:
+        by_status[cell.status].append(cell)
+    words = [
+        f"{status.upper()} {len(by_status[status])} of {len(group)}: {by_status[status][0].sample}"
+        for status in ("fail", "crashed")
+        if by_status[status]
+    ]
+    if passed := by_status["pass"]:
+        worst = max(cell.max_error or 0.0 for cell in passed)
+        words.append(f"pass {len(passed)} ({f'error {worst:.1e}' if worst else 'exact'})")
+    words += [f"{len(by_status[status])} {status}" for status in ("untested", "refused") if by_status[status]]
+    return "refused" if words == [f"{len(group)} refused"] else ", ".join(words)

@@ -6,6 +6,7 @@ from ... import native
 
 DEVICE = "cpu"
 ORDER = 100
+EVIDENCE = "built, not run"
 
 
 def missing() -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 DEVICE = "npu"
 ORDER = 100
+EVIDENCE = "call-verified on torch_npu 2.13.0, not executed on an NPU"
 
 # Why an op has no module here, and where that was read; its reference, which is plain torch, runs on the NPU.
 _SCHEMAS = "schemas of the torch_npu wheels 2.9.0 to 2.14.0"

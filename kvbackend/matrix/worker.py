@@ -1,0 +1,71 @@
+"""The process that runs a group of cells: `python -m kvbackend.matrix.worker PIPE`, the group as JSON on stdin.
+
+It says on the pipe, a JSON document a line, which cell it begins and what came of it, so that `children` knows which
+one a crash belongs to. Past a cell that left the device unusable it ends; `children` starts another for the rest.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from ..dispatch import FallbackWarning
+from ..ops import registry
+from . import judge
+
+MAKING = "making the samples"  # stands for the sample's name until there are samples
+
+
+def main(pipe: int) -> int:
+    """Run the group; exit code 0 where every cell had its turn."""
+    faulthandler.enable()  # a fatal signal says on stderr where
+    warnings.simplefilter("ignore", FallbackWarning)
+    group = json.load(sys.stdin)
+    done = {tuple(key) for key in group["done"]}
+
+    def say(**message: Any) -> None:
+        os.write(pipe, json.dumps(message).encode() + b"\n")
+
+    def turn(op: str, backend: str, dtype: torch.dtype) -> bool:
+        """The cells of one op, backend and dtype; False past one after which nothing can run."""
+        head = (op, backend, group["device"], judge.name_of(dtype))
+        if (*head, "", MAKING) in done:
+            return True
+        say(begin=[*head, "", MAKING])
+        samples = registry[op].make_samples(group["device"], dtype)
+        for sample, args in judge.quick_samples(samples) if group["quick"] else samples:
+            key = (*head, judge.format_of(args), sample)
+            if key not in done:
+                say(begin=key)
+                cell = judge.run_cell(registry[op], backend, group["device"], dtype, sample, args)
+                say(cell=cell.to_dict())
+                if cell.status == "fail" and cell.max_error is None and not usable(group["device"]):
+                    return False
+                say(begin=[*head, "", MAKING])  # the next one, if there is one
+        return True
+
+    for op in group["ops"]:
+        for backend in group["backends"]:
+            for name in group["dtypes"]:
+                if not turn(op, backend, getattr(torch, name)):
+                    return 1
+    say(end=True)
+    return 0
+
+
+def usable(device: str) -> bool:
+    """Whether the device still computes in this process; after a fault of a kernel it may not."""
+    try:
+        return bool((torch.ones(1, device=device) + 1).cpu() == 2)
+    except RuntimeError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
