@@ -50,7 +50,7 @@ class Profile:
 def read(path: str | os.PathLike[str]) -> Profile:
     """The profile in a file. Raises ArgumentError for one that is not whole or not such a one."""
     try:
-        found = _parser().loads(Path(path).read_text(encoding="utf-8"))
+        found = toml().loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # a TOMLDecodeError is a ValueError
         raise ArgumentError(f"profile {path} cannot be read ({error}); `kvbackend tune` writes one: make it") from error
     if found.pop("schema", None) != SCHEMA:
@@ -100,14 +100,14 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         raise
 
 
-def _parser() -> Any:
+def toml() -> Any:
     """tomllib, which is a part of Python from 3.11 on, or tomli, which is the same for 3.10."""
     for name in ("tomllib", "tomli"):
         try:
             return __import__(name)
         except ImportError:
             continue
-    raise ArgumentError("a profile is TOML, which this Python 3.10 cannot read; tomli can: run pip install tomli")
+    raise ArgumentError("the file is TOML, which this Python 3.10 cannot read; tomli can: run pip install tomli")
 
 
 def alone(profile: str | None, given: Iterable[str]) -> None:

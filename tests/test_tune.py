@@ -169,7 +169,7 @@ def test_python_310_is_told_about_tomli(monkeypatch):
     monkeypatch.setitem(sys.modules, "tomllib", None)
     monkeypatch.setitem(sys.modules, "tomli", None)
     with pytest.raises(ArgumentError, match="run pip install tomli"):
-        profile._parser()
+        profile.toml()
 
 
 # ------------------------------------------------------------------------------------------------------ end to end

@@ -1,10 +1,10 @@
-"""`kvbackend matrix`: every op on every backend of this machine, each of its samples compared with the reference."""
+"""`kvbackend matrix`: every op on every backend here, each sample compared with the reference; `matrix merge`."""
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .. import profile
@@ -14,19 +14,40 @@ from ._output import bar, need_device, print_json, print_table
 if TYPE_CHECKING:
     from ..matrix import Cell
 
+MERGE = "merge"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("ops", metavar="OP", nargs="*", help="ops to run (default: all)")
+    parser.usage = (
+        "kvbackend matrix [OP ...] [--quick] [--backend B] [--device D] [--json] [--html FILE]\n"
+        "       kvbackend matrix merge FILE ... [--markdown | --json] [--readme FILE] [--html FILE] [--wanted [FILE]]"
+    )
+    parser.add_argument("ops", metavar="OP", nargs="*", help="ops to run (default: all); or: merge FILE ...")
     parser.add_argument("--quick", action="store_true", help="the first sample of each format, and production's")
     parser.add_argument("--backend", action="append", help="only this backend; repeatable")
     parser.add_argument("--device", action="append", help="only this device; repeatable (default: all that are here)")
     parser.add_argument("--json", action="store_true", help="print one JSON document, a cell for each sample")
     parser.add_argument("--html", metavar="FILE", help="also write one page for a browser, with filters")
+    merging = parser.add_argument_group("merge: what documents of --json, of several machines, say together")
+    merging.add_argument("--markdown", action="store_true", help="print the support table as Markdown")
+    merging.add_argument("--readme", metavar="FILE", help="write the support table between a Markdown file's markers")
+    merging.add_argument(
+        "--wanted", metavar="FILE", nargs="?", const="ci/matrix.toml",
+        help="show which wanted combinations are covered (default: ci/matrix.toml)",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the samples. Exit code 1 where a cell failed or crashed."""
+    """Run the samples, or merge. Exit code 1 where a cell failed or crashed."""
+    if args.ops[:1] == [MERGE]:
+        return merge(args)
+    for option in ("markdown", "readme", "wanted"):
+        if getattr(args, option):
+            raise ArgumentError(
+                f"--{option} is given without merge; it shows documents that --json wrote: "
+                f"run kvbackend matrix merge FILE ... --{option}"
+            )
     from ..backends import names
     from ..matrix import documents, page, summarize
     from ..ops import get, registry
@@ -52,16 +73,15 @@ def main(args: argparse.Namespace) -> int:
 
 def devices_of(given: Sequence[str] | None) -> list[str]:
     """The devices that were asked for, or all here that some backend serves."""
+    from ..backends import registered
+
+    # asked first: a backend loads what makes its devices known to torch
+    here = {backend.device for backend in registered().values() if not backend.missing() and backend.device}
     for name in given or ():
         need_device(name)
         if name == "meta":
             raise ArgumentError("--device is 'meta', which holds no numbers; samples are run and compared: pass cpu")
-    if given:
-        return list(dict.fromkeys(given))
-    from ..backends import registered
-
-    here = {backend.device for backend in registered().values() if backend.device and not backend.missing()}
-    return ["cpu", *sorted(here - {"cpu"})]
+    return list(dict.fromkeys(given or ["cpu", *sorted(here)]))
 
 
 def run(
@@ -123,3 +143,48 @@ def verdict(group: Sequence[Cell]) -> str:
         words.append(f"pass {len(passed)} ({f'error {worst:.1e}' if worst else 'exact'})")
     words += [f"{len(by_status[status])} {status}" for status in ("untested", "refused") if by_status[status]]
     return "refused" if words == [f"{len(group)} refused"] else ", ".join(words)
+
+
+# ------------------------------------------------------------------------------------------------------- merging
+
+
+def merge(args: argparse.Namespace) -> int:
+    """Join documents and show what they say together."""
+    from ..matrix import merge as merging
+    from ..matrix import page, wanted
+
+    given = [f"--{name}" for name in ("quick", "backend", "device") if getattr(args, name)]
+    if given:
+        raise ArgumentError(f"{', '.join(given)} is given with merge, which runs nothing: leave it out")
+    if args.json and args.markdown:
+        raise ArgumentError("--json and --markdown are given; both print to the same place: give one of the two")
+    if not args.ops[1:]:
+        raise ArgumentError("merge names no file; it takes what `kvbackend matrix --json` wrote: name one or more")
+    rows = wanted.read(args.wanted) if args.wanted else []
+    runs = merging.distinct(run for path in args.ops[1:] for run in merging.read(path))
+    if args.html:
+        profile.need_place(args.html)
+    if args.readme:
+        profile.write_whole(args.readme, merging.into(args.readme, runs).encode())
+    if args.html:
+        profile.write_whole(args.html, page.page([run.document() for run in runs]).encode())
+    if args.json:
+        print_json("matrix", merging.document(runs))
+    elif args.markdown:
+        print(merging.table(runs), end="")
+    else:
+        print_table(("op", *merging.COLUMNS.values()), merging.rows(runs))
+        for number, run in enumerate(runs, 1):
+            print(run.line(number))
+        for remark in merging.remarks(runs):
+            print(remark)
+    if rows and not args.json:
+        shown = [(*describe(row), "".join(f"[{n}]" for n in wanted.covering(row, runs)) or "no run") for row in rows]
+        print_table(("device", "architecture", "versions", "covered by"), shown)
+    return int(any(status in ("fail", "crashed") for run in runs for status, _ in run.cells.values()))
+
+
+def describe(row: Mapping[str, str]) -> tuple[str, str, str]:
+    """A wanted combination: device, architecture, versions."""
+    versions = ", ".join(f"{name} {value}" for name, value in row.items() if name not in ("device", "arch"))
+    return row["device"], row["arch"], versions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -197,8 +198,8 @@ class _Child:
             return f"nothing came back in {seconds:g} seconds: its process was killed"
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         lines = [line.strip() for line in self._said.splitlines() if line.strip()]
-        fatal = [line for line in lines if line.startswith(("Fatal", "terminate called"))]
-        said = (fatal or lines[-1:] or ["it said nothing"])[0]
+        telling = [line for line in lines if re.match(r"Fatal|terminate called|[\w.]*(Error|Exception)\b", line)]
+        said = (telling or lines[-1:] or ["it said nothing"])[0]
         return f"its process ended with {how}: {said}"
 
 

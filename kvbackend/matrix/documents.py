@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -100,3 +100,14 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+def line(document: Mapping[str, Any], number: int) -> str:
+    """A run in one line: `[1] cpu: AMD EPYC; torch 2.13.0, ...; kvbackend 0.1.0 (37c5525); 2026-11-29: 12 pass`."""
+    chips = "; ".join(f"{kind}: {chip['name']}, {chip['arch']}" for kind, chip in document["chips"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    commit = f" ({document['commit']})" if document.get("commit") else ""
+    counts = ", ".join(f"{count} {status}" for status, count in document["summary"].items() if count)
+    quick = ", --quick" if document.get("quick") else ""
+    date = document["date"][:10]
+    return f"[{number}] {chips}; {versions}; kvbackend {document['version']}{commit}; {date}{quick}: {counts}"

@@ -117,7 +117,8 @@ def run_cell(op: Op, backend: str, device: str, dtype: torch.dtype, sample: str,
         reasons = tuple(line.strip() for line in str(error).splitlines()[1:-1])
         return Cell(*about, "refused", reasons)
     except Exception as error:  # whatever it is, it is this cell's verdict
-        return Cell(*about, "fail", (f"{type(error).__name__}: {error}",), None, evidence)
+        said = str(error).strip().partition("\n")[0]
+        return Cell(*about, "fail", (f"{type(error).__name__}: {said}",), None, evidence)
     faults, largest = [], 0.0
     for name, tensor in results.items():
         apart = difference(tensor, want[name].to(tensor.dtype))

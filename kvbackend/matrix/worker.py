@@ -9,12 +9,16 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import select
+import signal
 import sys
+import threading
 import warnings
 from typing import Any
 
 import torch
 
+from .. import backends
 from ..dispatch import FallbackWarning
 from ..ops import registry
 from . import judge
@@ -25,9 +29,12 @@ MAKING = "making the samples"  # stands for the sample's name until there are sa
 def main(pipe: int) -> int:
     """Run the group; exit code 0 where every cell had its turn."""
     faulthandler.enable()  # a fatal signal says on stderr where
+    threading.Thread(target=end_with_the_reader, args=(pipe,), daemon=True).start()
     warnings.simplefilter("ignore", FallbackWarning)
     group = json.load(sys.stdin)
     done = {tuple(key) for key in group["done"]}
+    for backend in backends.registered().values():
+        backend.missing()  # a backend loads what makes its devices known to torch
 
     def say(**message: Any) -> None:
         os.write(pipe, json.dumps(message).encode() + b"\n")
@@ -57,6 +64,14 @@ def main(pipe: int) -> int:
                     return 1
     say(end=True)
     return 0
+
+
+def end_with_the_reader(pipe: int) -> None:
+    """Kill this process group once nobody reads the pipe: who started it has ended, however that came about."""
+    reader = select.poll()
+    reader.register(pipe, 0)
+    reader.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def usable(device: str) -> bool:

@@ -1,6 +1,7 @@
 """What ci/gpu_check.sh runs: three parts, each of which writes what it found before the next begins.
 
-contract   every op's samples on the GPU against the reference in float64
+contract   every op's samples on the GPU against the reference in float64; also in matrix.json, which
+           `kvbackend matrix merge` reads
 graphs     each hot call captured, replayed on other values, compared to the bit with the call itself
 times      medians by CUDA events, GB/s and TFLOP/s, as percents of a copy and of a matmul measured here, and
            torch's own attention on the same numbers, dense
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvbackend import backends
-from kvbackend.matrix import cells, copy_arguments, difference, summarize
+from kvbackend.matrix import Cell, cells, copy_arguments, difference, documents, summarize
 from kvbackend.ops import registry
 
 from . import interpreted, shapes
@@ -59,21 +60,27 @@ class Check:
         if self.dry:
             faults = {k: v for k, v in interpreted.verdicts("copy_blocks", False).items() if v}
             self.write("contract", {"copy_blocks": faults})
+            self.write_cells(list(cells(["copy_blocks"], ["reference"])))
             return not faults
-        report, good = {}, True
+        report, good, found = {}, True, list[Cell]()
         for name in launchable():
             if time.monotonic() - self.start > SECONDS:
                 report[name] = "not run: out of time"
                 good = False
                 continue
             judged = list(cells([name], ["cuda_triton"], "cuda"))
+            found += judged
             report[name] = {
                 **summarize(judged),
                 "faults": [(cell.sample, cell.dtype, cell.reasons) for cell in judged if cell.status == "fail"][:10],
             }
             good = good and not report[name]["faults"]
         self.write("contract", report)
+        self.write_cells(found)
         return good
+
+    def write_cells(self, found: list[Cell]) -> None:
+        Path(os.environ["OUT"], "matrix.json").write_text(json.dumps(documents.document(found, [self.device])))
 
     # --------------------------------------------------------------------------------------------------- graphs
 

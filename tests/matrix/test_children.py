@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -87,18 +88,19 @@ def test_each_bad_end_is_one_cell(install, tmp_path: Path, monkeypatch: pytest.M
     assert gone(int((tmp_path / "grandchild").read_text()))
 
 
-def test_a_group_whose_processes_always_end_is_left(install) -> None:
+def test_a_group_whose_processes_always_end_is_left(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "MAX_CRASHES", 2)
     install(
         "ending",
         copy_blocks="import os\ndef unsupported(**_): return ()\ndef run(cache, block_mapping): os._exit(3)\n",
     )
     found = list(children.run(group("ending", "copy_blocks")))
-    crashed, untested = found[: children.MAX_CRASHES], found[children.MAX_CRASHES :]
+    crashed, untested = found[:2], found[2:]
     assert {(cell.status, *cell.reasons) for cell in crashed} == {
         ("crashed", "its process ended with exit code 3: it said nothing")
     }
     assert {(cell.status, *cell.reasons) for cell in untested} == {
-        ("untested", f"not run: {children.MAX_CRASHES} processes ended at cells of copy_blocks")
+        ("untested", "not run: 2 processes ended at cells of copy_blocks")
     }
     assert [cell.sample for cell in found] == [
         name for name, _ in registry["copy_blocks"].make_samples("cpu", torch.float32)
@@ -161,19 +163,23 @@ def test_the_command_goes_on_past_a_crash(install, capsys: pytest.CaptureFixture
     assert verdict(cells) == ("FAIL 2 of 19: more than there are, CRASHED 2 of 19: no rows, pass 11 (exact), 4 refused")
 
 
-def test_an_interrupt_ends_the_children(install, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_children_end_with_the_command(install, tmp_path: Path, sent: signal.Signals, code: int) -> None:
     grandchild = tmp_path / "grandchild"
     install("bad", topk_indices=BAD)
     environment = os.environ | {"GRANDCHILD": str(grandchild), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "kvbackend", "matrix", "topk_indices", "--backend", "bad"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+
+    def heed() -> None:  # a shell's background job is started deaf to it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=heed) as process:
         for _ in range(600):
             if grandchild.exists() and grandchild.read_text():
                 break
             time.sleep(0.1)
-        process.send_signal(2)
-        _, said = process.communicate(timeout=30)
-    assert process.returncode == 130, said
+        process.send_signal(sent)
+        assert process.wait(30) == code
     assert gone(int(grandchild.read_text()))
 
 

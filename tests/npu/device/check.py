@@ -1,22 +1,26 @@
 """Run the ops on an NPU and compare with the references: nobody has done it yet. `ci/ascend_check.sh` calls it.
 
-    python -m tests.npu.device.check [--ops a,b] [--fake]
+    python -m tests.npu.device.check [--ops a,b] [--fake] [--json FILE]
 
 Each op takes its contract samples and the calls of `tests/npu/cases.py` in three dtypes; a line says how many were
-taken and refused, and what went wrong. --fake installs the fake operator library first (ci/npu_check.sh's
-environment), to try the check itself. Exit code 1 if a call fails or differs.
+taken and refused, and what went wrong. --json writes the cells for `kvbackend matrix merge`. --fake installs the fake
+operator library first (ci/npu_check.sh's environment), to try the check itself. Exit code 1 if a call fails or differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
+from typing import Any
 
 import torch
 
 import kvbackend
+from kvbackend import profile
 from kvbackend.backends.npu import target
-from kvbackend.matrix import copy_arguments, flat_results
+from kvbackend.matrix import Cell, copy_arguments, documents, flat_results
+from kvbackend.matrix import judge as matrix
 from kvbackend.ops import registry
 from tests.npu import cases, judge
 from tests.npu.device.moving import ON_HOST, moved
@@ -25,31 +29,33 @@ from tests.npu.device.moving import ON_HOST, moved
 UNDOCUMENTED = ("padding", "all padding", "int32 slots", "rows past the batch", "equal scores")
 
 
-def check(op: str, dtype: torch.dtype) -> tuple[int, int, list[str]]:
-    """Calls taken, calls refused, and what went wrong in which."""
-    taken, refused, wrong = 0, 0, []
-    for name, args in cases.every(op, dtype):
-        if judge.reasons(op, args):
-            refused += 1
-            continue
-        taken += 1
-        on_device = moved(registry[op].bind((), copy_arguments(args)), "npu:0", ON_HOST.get(op, ()))
-        try:
-            with kvbackend.use("npu", ops=op):
-                result = registry[op](**on_device)
-            got = {key: value.cpu() for key, value in flat_results(registry[op], result, on_device).items()}
-            found = judge.faults(op, args, got)
-        except RuntimeError as error:
-            found = [str(error).splitlines()[0]]
-        remark = " (rests on undocumented behaviour)" if name.removeprefix("npu: ") in UNDOCUMENTED else ""
-        wrong += [f"{name}{remark}: {fault}" for fault in found]
-    return taken, refused, wrong
+def check(op: str, dtype: torch.dtype) -> list[Cell]:
+    """A cell for each call; of a failed one the reasons say what went wrong."""
+    return [cell_of(op, dtype, name, args) for name, args in cases.every(op, dtype)]
+
+
+def cell_of(op: str, dtype: torch.dtype, name: str, args: dict[str, Any]) -> Cell:
+    about = op, "npu", "npu", matrix.name_of(dtype), matrix.format_of(args), name
+    if refused := judge.reasons(op, args):
+        return Cell(*about, "refused", tuple(refused))
+    on_device = moved(registry[op].bind((), copy_arguments(args)), "npu:0", ON_HOST.get(op, ()))
+    try:
+        with kvbackend.use("npu", ops=op):
+            result = registry[op](**on_device)
+        got = {key: value.cpu() for key, value in flat_results(registry[op], result, on_device).items()}
+        found = judge.faults(op, args, got)
+    except RuntimeError as error:
+        found = [str(error).splitlines()[0]]
+    remark = " (rests on undocumented behaviour)" if name.removeprefix("npu: ") in UNDOCUMENTED else ""
+    faults = tuple(f"{fault}{remark}" for fault in found)
+    return Cell(*about, "fail" if faults else "pass", faults, None, "one call on the device")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default=",".join(judge.ADAPTED), help="comma-separated ops")
     parser.add_argument("--fake", action="store_true", help="over the fake operator library")
+    parser.add_argument("--json", metavar="FILE", help="write the cells, for kvbackend matrix merge")
     options = parser.parse_args()
     for reason in judge.NPU.missing():
         print(f"no NPU: {reason}")
@@ -64,16 +70,21 @@ def main() -> int:
     soc, here = torch_npu.npu.get_device_name(), target.current()
     print(f"{'FAKE ' if options.fake else ''}{soc}, CANN {here.cann}, torch_npu {torch_npu.__version__}", end=", ")
     print(f"torch {torch.__version__}, {platform.platform()}")
-    failed = False
+    cells: list[Cell] = []
     for op in options.ops.split(","):
         for dtype in judge.DTYPES:
-            taken, refused, wrong = check(op, dtype)
-            counts = f"{taken:3} taken {refused:3} refused {len(wrong):3} wrong"
+            judged = check(op, dtype)
+            wrong = [cell for cell in judged if cell.status == "fail"]
+            refused = sum(cell.status == "refused" for cell in judged)
+            counts = f"{len(judged) - refused:3} taken {refused:3} refused {len(wrong):3} wrong"
             print(f"{op:22} {str(dtype).removeprefix('torch.'):9} {counts}")
-            for fault in wrong:
-                print(f"    {fault}")
-            failed = failed or bool(wrong)
-    return int(failed)
+            for cell in wrong:
+                print(*(f"    {cell.sample}: {fault}" for fault in cell.reasons), sep="\n")
+            cells += judged
+    if options.json:
+        document = documents.document(cells, ["npu:0"]) | {"fake": options.fake}
+        profile.write_whole(options.json, json.dumps(document, indent=1).encode())
+    return int(any(cell.status == "fail" for cell in cells))
 
 
 if __name__ == "__main__":

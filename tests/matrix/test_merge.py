@@ -1,0 +1,218 @@
+"""`kvbackend matrix merge`: what several machines found, together; and that the README says just that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbackend import backends
+from kvbackend.cli import main
+from kvbackend.matrix import Cell, merge
+from kvbackend.ops import registry
+
+
+def made(kind: str, *cells: tuple[str, ...], **head: Any) -> dict[str, Any]:
+    """A document as a machine of that kind would have written it; cells: op, backend, status, sample, dtype."""
+    found = [
+        Cell(
+            op,
+            backend,
+            kind if kind != "npu" else "npu:0",
+            dtype,
+            "auto",
+            sample,
+            status,
+            ("why",) * (status != "pass"),
+        )
+        for op, backend, status, sample, dtype in cells
+    ]
+    chips = {"cpu": "x86_64", "cuda": "sm_90", "npu": "Ascend950PR_9599"}
+    document = dict(
+        schema="kvbackend-matrix/1",
+        version="0.1.0",
+        date="2026-12-01T08:00:00Z",
+        commit="abc1234",
+        versions={"python": "3.11.7", "torch": "2.13.0+cu130", "cuda": "13.0", "triton": "3.7.1"},
+        devices=[kind],
+        chips={kind: {"name": f"a {kind}", "arch": chips[kind]}},
+        quick=False,
+    )
+    return document | head | {"cells": [cell.to_dict() for cell in found]}
+
+
+H200 = made(
+    "cuda",
+    ("copy_blocks", "cuda_triton", "pass", "padding", "float32"),
+    ("copy_blocks", "cuda_triton", "pass", "padding", "bfloat16"),
+    ("copy_blocks", "reference", "pass", "padding", "float32"),
+    ("reshape_and_cache", "cuda_triton", "pass", "decode", "float32"),
+    ("reshape_and_cache", "cuda_triton", "fail", "window", "float32"),
+    ("reshape_and_cache", "cuda_triton", "refused", "sinks", "float32"),
+    ("quantize_kv", "cuda_triton", "crashed", "int8", "float32"),
+    ("compress_kv", "cuda_triton", "refused", "prefill", "float32"),
+    ("compress_kv", "reference", "pass", "prefill", "float32"),
+)
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(name: str, document: Any) -> str:
+        (tmp_path / name).write_text(document if isinstance(document, str) else json.dumps(document), encoding="utf-8")
+        return str(tmp_path / name)
+
+    return write
+
+
+def read(*paths: str) -> list[merge.Run]:
+    return merge.distinct(run for path in paths for run in merge.read(path))
+
+
+def test_without_runs_the_backends_own_words_stand() -> None:
+    npu, triton = backends.registered()["npu"], backends.registered()["cuda_triton"]
+    assert merge.known("paged_attention", "npu", []) == npu.evidence
+    assert "not executed" in npu.evidence
+    assert merge.known("reshape_and_cache", "cuda", []) == triton.evidence
+    assert "not run" in triton.evidence
+    assert merge.known("absorb_q", "cuda", []) == triton.evidence_of("absorb_q") != triton.evidence
+    assert merge.known("paged_attention", "cpu", []) == "built, not run"
+    bare = next(op for op in registry if not any(backend.adapter(op) for backend in backends.serving("cuda")))
+    assert merge.known(bare, "cuda", []) == "reference"
+    for backend in backends.registered().values():
+        adapters = {op for op in registry if backend.adapter(op)}
+        assert backend._evidence_of.keys() <= adapters, (
+            f"{backend.name} declares evidence for what it has no kernel for"
+        )
+
+
+def test_a_devices_results_take_the_place_of_the_words(write) -> None:
+    runs = read(write("h200.json", H200))
+    assert merge.known("copy_blocks", "cuda", runs) == "pass [1]"
+    assert merge.known("reshape_and_cache", "cuda", runs) == "**1 of 3 fail**, 1 of 3 pass, 1 refused [1]"
+    assert merge.known("quantize_kv", "cuda", runs) == "**1 of 1 fail**, 0 of 1 pass [1]"
+    assert merge.known("compress_kv", "cuda", runs) == "reference: pass [1]"
+    assert merge.known("apply_rope", "cuda", runs) == backends.registered()["cuda_triton"].evidence
+    assert merge.known("copy_blocks", "cpu", runs) == "built, not run"
+    text = merge.table(runs)
+    line = "- [1] cuda: a cuda, sm\\_90; python 3.11.7, torch 2.13.0+cu130, cuda 13.0, triton 3.7.1; kvbackend 0.1.0"
+    assert f"\n{line} (abc1234); 2026-12-01: 5 pass, 2 refused, 1 fail, 1 crashed\n" in text
+
+
+def test_what_a_backend_says_of_a_device_that_is_not_there_is_no_evidence(write) -> None:
+    document = made("cpu", ("topk_indices", "cpu", "pass", "plain", "float32"))
+    asked = Cell("apply_rope", "npu", "npu", "float32", "auto", "decode", "untested", ("no NPU",))
+    document["cells"].append(asked.to_dict())
+    [run] = read(write("cpu.json", document))
+    assert [key.op for key in run.cells] == ["topk_indices"]
+    assert merge.known("apply_rope", "npu", [run]) == backends.registered()["npu"].evidence
+
+
+def test_several_backends_of_a_device_are_told_apart(write) -> None:
+    document = made("cuda", ("copy_blocks", "elsewhere", "pass", "padding", "float32"))
+    runs = read(write("a.json", document))
+    triton = backends.registered()["cuda_triton"].evidence
+    assert merge.known("copy_blocks", "cuda", runs) == f"cuda_triton: {triton}; elsewhere: pass [1]"
+
+
+def test_merged_documents_merge_again_and_say_the_same(write, capsys: pytest.CaptureFixture[str]) -> None:
+    first = write("h200.json", H200)
+    second = write(
+        "npu.json", made("npu", ("apply_rope", "npu", "pass", "decode", "float32"), date="2026-12-02T01:00:00Z")
+    )
+    runs = read(first, second)
+    assert main(["matrix", "merge", second, first, "--json"]) == 1  # a cell fails
+    merged = capsys.readouterr().out
+    again = read(write("merged.json", merged), first)
+    assert again == runs
+    assert merge.table(again) == merge.table(runs)
+    assert merge.known("apply_rope", "npu", again) == "pass [2]"
+
+
+def test_contradictions_are_shown(write, capsys: pytest.CaptureFixture[str]) -> None:
+    later = made(
+        "cuda",
+        ("copy_blocks", "cuda_triton", "fail", "padding", "float32"),
+        ("copy_blocks", "cuda_triton", "pass", "padding", "bfloat16"),
+        date="2026-12-03T08:00:00Z",
+        version="0.2.0",
+    )
+    paths = write("later.json", later), write("h200.json", H200)
+    runs = read(*paths)
+    assert [str(conflict) for conflict in merge.conflicts(runs)] == [
+        "copy_blocks on cuda_triton, cuda, float32, auto, 'padding': passed in [1], failed in [2]"
+    ]
+    assert merge.known("copy_blocks", "cuda", runs) == "**1 of 2 fail**, 2 of 2 pass [1][2]"
+    assert main(["matrix", "merge", *paths, "--markdown"]) == 1
+    shown = capsys.readouterr().out
+    assert "- Conflict: copy\\_blocks on cuda\\_triton, cuda, float32" in shown
+    assert "- The runs are of different versions of kvbackend: 0.1.0, 0.2.0" in shown
+    assert main(["matrix", "merge", *paths, "--json"]) == 1
+    [conflict] = json.loads(capsys.readouterr().out)["conflicts"]
+    assert (conflict["sample"], conflict["passed"], conflict["failed"]) == ("padding", [1], [2])
+
+
+def test_text_from_a_file_is_no_markup(write) -> None:
+    evil = H200 | {"version": "<b>|x`", "chips": {"cuda": {"name": "one\n| two |", "arch": "_a_"}}}
+    text = merge.table(read(write("evil.json", evil)))
+    assert "\\<b\\>\\|x\\`" in text
+    assert "one \\| two \\|, \\_a\\_" in text
+
+
+def test_the_table_is_written_between_the_markers_of_a_readme(write, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = write("README.md", f"before\n\n{merge.BEGIN}\nold\n{merge.END}\n\nafter\n")
+    good = made("cuda", ("copy_blocks", "cuda_triton", "pass", "padding", "float32"))
+    assert main(["matrix", "merge", write("a.json", good), "--readme", readme]) == 0
+    text = Path(readme).read_text("utf-8")
+    assert text.startswith(f"before\n\n{merge.BEGIN}\n\n| op | CPU | CUDA | Ascend |\n")
+    assert text.endswith(f"\n{merge.END}\n\nafter\n")
+    assert "old" not in text
+    assert main(["matrix", "merge", write("a.json", good), "--readme", readme]) == 0
+    assert Path(readme).read_text("utf-8") == text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "must be what `kvbackend matrix --json` wrote"),
+        ("[]", "has schema None; kvbackend-matrix/1 and kvbackend-matrix-merged/1 can be merged"),
+        ({"schema": "kvbackend-matrix/1"}, "is not whole (KeyError: 'chips')"),
+        (H200 | {"cells": [{"op": "x"}]}, "is not whole (KeyError"),
+        (H200 | {"cells": [H200["cells"][0] | {"status": "good"}]}, "a cell's status is 'good'"),
+        ({"schema": "kvbackend-matrix-merged/1", "runs": [{"groups": 3}]}, "is not whole"),
+        (H200 | {"fake": True}, "was made over a fake of the device"),
+    ],
+)
+def test_files_that_cannot_be_merged(content: Any, message: str, write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["matrix", "merge", write("bad.json", content)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "merge names no file"),
+        (["no.json"], "no.json cannot be read"),
+        (["GOOD", "--json", "--markdown"], "--json and --markdown are given"),
+        (["GOOD", "--quick", "--device", "cpu"], "--quick, --device is given with merge"),
+        (["GOOD", "--readme", "/no/readme"], "/no/readme cannot be read"),
+        (["GOOD", "--readme", "GOOD"], "lacks <!-- support table"),
+        (["GOOD", "--html", "/no/folder/page.html"], "its folder must exist and be writable"),
+        (["GOOD", "--wanted", "/no/matrix.toml"], "/no/matrix.toml cannot be read"),
+    ],
+)
+def test_options_that_cannot_be_meant(options: list[str], message: str, write, capsys) -> None:
+    good = write("good.json", H200)
+    assert main(["matrix", "merge", *(good if option == "GOOD" else option for option in options)]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
+
+
+def test_the_page_of_several_runs(write, tmp_path: Path) -> None:
+    paths = write("a.json", H200), write("b.json", H200 | {"date": "2026-12-09T00:00:00Z"})
+    assert main(["matrix", "merge", *paths, "--html", str(tmp_path / "page.html")]) == 1
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert "[1] cuda: a cuda" in text
+    assert "[2] cuda: a cuda" in text
