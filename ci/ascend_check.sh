@@ -4,11 +4,13 @@
 #   ci/ascend_check.sh            an environment with torch, torch_npu and CANN's set_env.sh sourced
 #   ci/ascend_check.sh --dry      the same over the fake CANN of ci/npu_check.sh, to try the check itself
 #
-# --json FILE also writes the results for `kvbackend matrix merge`, which refuses those of a fake.
+# Writes $OUT/matrix.json (default: build/ascend_check) for `kvbackend matrix merge`, which refuses those of a fake.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0
-python="${PYTHON:-python3}"
+python="${PYTHON:-python3}" OUT="${OUT:-build/ascend_check}"
+mkdir -p "$OUT"
+set -- "$@" --json "$OUT/matrix.json"
 
 if [ "${1:-}" = --dry ]; then
     shift

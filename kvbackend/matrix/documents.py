@@ -81,6 +81,7 @@ def chip(device: str) -> dict[str, str]:
     place = torch.device(device)
     name = device_name(place)
     if place.type == "cpu":
+        name = name.rpartition(", ")[0]  # without the number of threads, which is no matter of the chip
         return dict(name=f"{name}, {library('cpu').isa or 'no'} kernels", arch=platform.machine())
     if place.type == "cuda":
         return dict(name=name, arch="sm_{}{}".format(*torch.cuda.get_device_capability(place)))

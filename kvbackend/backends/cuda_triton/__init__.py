@@ -9,7 +9,7 @@ import torch
 
 DEVICE = "cuda"
 ORDER = 500  # after whatever a vendor's library does better
-EVIDENCE = "interpreted, and compiled for sm_80 to sm_120, not run"
+EVIDENCE = "compiled for sm_80 to sm_120, not run"
 EVIDENCE_OF = dict.fromkeys(
     ("absorb_q", "project_out", "lowrank_project", "lowrank_reconstruct"), "torch's matmul, not run"
 )
