@@ -6,6 +6,7 @@ namespace kvbackend::KVBACKEND_ISA {
 namespace {
 
 constexpr int64_t kMembers = 4;  // query heads that meet a page's bounds at once
+constexpr int64_t kAhead = 4;    // pages that are fetched before they are scored
 
 // What a call reads bounds from.
 template <class T>
@@ -25,23 +26,22 @@ struct Bounds {
   int64_t block, slot, head, step;
 };
 
-// Of kMembers query heads, the sums over dims of max(q, 0) * high + min(q, 0) * low; the largest of the first `count`.
-// positive and negative [kMembers, dim] are the two parts of q. dim is a multiple of kLanes.
+// Of kMembers query heads q [kMembers, dim], the sums over dims of q * high, or of q * low where q is negative; the
+// largest of the first `count`. dim is a multiple of kLanes.
 template <class E>
-inline float bound(const E* low, const E* high, const float* positive, const float* negative, int64_t dim,
-                   int64_t count) {
-  Vec above[kMembers] = {}, below[kMembers] = {};
+inline float bound(const E* low, const E* high, const float* q, int64_t dim, int64_t count) {
+  Vec sums[kMembers] = {};
   for (int64_t d = 0; d < dim; d += kLanes) {
     const Vec most = load(high + d), least = load(low + d);
 #pragma GCC unroll 4
     for (int64_t i = 0; i < kMembers; ++i) {
-      above[i] += load(positive + i * dim + d) * most;
-      below[i] += load(negative + i * dim + d) * least;
+      const Vec factor = load(q + i * dim + d);
+      sums[i] += factor * (factor < 0.0f ? least : most);
     }
   }
-  const Quad sums = sum_lanes(above[0] + below[0], above[1] + below[1], above[2] + below[2], above[3] + below[3]);
-  float largest = sums[0];
-  for (int64_t i = 1; i < count; ++i) largest = larger(largest, sums[i]);
+  const Quad sum = sum_lanes(sums[0], sums[1], sums[2], sums[3]);
+  float largest = sum[0];
+  for (int64_t i = 1; i < count; ++i) largest = larger(largest, sum[i]);
   return largest;
 }
 
@@ -59,8 +59,7 @@ class PageScorer {
         size_(q.size(2)),
         dim_(round_up(size_, kLanes)),
         in_place_(low_.step == 1 && high_.step == 1 && size_ == dim_),
-        positive_(kv_heads_ * rows_ * dim_),
-        negative_(kv_heads_ * rows_ * dim_),
+        queries_(kv_heads_ * rows_ * dim_),
         low_row_(dim_),
         high_row_(dim_) {}
 
@@ -68,11 +67,16 @@ class PageScorer {
     const T* data = static_cast<const T*>(q_.const_data_ptr()) + token * q_.stride(0);
     for (int64_t head = 0; head < q_.size(1); ++head) {
       const int64_t row = (head / group_ * rows_ + head % group_) * dim_;
-      load_row(data + head * q_.stride(1), q_.stride(2), size_, &positive_[row]);
-      for (int64_t d = 0; d < size_; ++d) {
-        negative_[row + d] = larger(-positive_[row + d], 0.0f) * -1.0f;
-        positive_[row + d] = larger(positive_[row + d], 0.0f);
-      }
+      load_row(data + head * q_.stride(1), q_.stride(2), size_, &queries_[row]);
+    }
+  }
+
+  void prefetch(int64_t block, int64_t slot, int64_t head) const {
+    const char *low = reinterpret_cast<const char*>(low_.row(block, slot, head)),
+               *high = reinterpret_cast<const char*>(high_.row(block, slot, head));
+    for (int64_t at = 0; at < size_ * static_cast<int64_t>(sizeof(T)); at += kLine) {
+      __builtin_prefetch(low + at);
+      __builtin_prefetch(high + at);
     }
   }
 
@@ -90,7 +94,7 @@ class PageScorer {
     float largest = -kInfinity;
     for (int64_t member = 0; member < group_; member += kMembers) {
       const int64_t row = (head * rows_ + member) * dim_, count = std::min(kMembers, group_ - member);
-      largest = larger(largest, bound(low, high, &positive_[row], &negative_[row], dim_, count));
+      largest = larger(largest, bound(low, high, &queries_[row], dim_, count));
     }
     return largest;
   }
@@ -99,8 +103,12 @@ class PageScorer {
   const Bounds<T> low_, high_;
   const int64_t kv_heads_, group_, rows_, size_, dim_;  // query heads and dims, rounded up too
   const bool in_place_;
-  std::vector<float> positive_, negative_;  // [kv_heads, rows, dim]
+  std::vector<float> queries_;  // [kv_heads, rows, dim]
   std::vector<float> low_row_, high_row_;
+};
+
+struct Place {  // of a page's bounds
+  int64_t page, block, slot;
 };
 
 struct Stretch {  // of a sequence's pages
@@ -140,6 +148,7 @@ Tensor page_logits(const Tensor& q, const Tensor& low_cache, const Tensor& high_
     const int64_t bytes = kTile * kv_heads * q.size(2) * 4;
     torch::stable::parallel_for(0, stretches.size(), grain(bytes), [&](int64_t from, int64_t to) {
       PageScorer<decltype(zero)> scorer(q, low_cache, high_cache);
+      Place places[kTile];
       for (int64_t i = from; i < to; ++i) {
         const Stretch& stretch = stretches[i];
         const Sequence& sequence = batch[stretch.sequence];
@@ -148,10 +157,16 @@ Tensor page_logits(const Tensor& q, const Tensor& low_cache, const Tensor& high_
           const int64_t end = std::min(stretch.end, middle.end(sequence.start + query) / page_size);
           if (stretch.begin >= end) continue;
           scorer.start(token);
-          pages.visit(sequence.index, stretch.begin, end, [&](int64_t page, int64_t block, int64_t slot) {
-            for (int64_t head = 0; head < kv_heads; ++head)
-              scores[(token * kv_heads + head) * columns + page] = scorer.score(block, slot, head);
-          });
+          int64_t count = 0;
+          pages.visit(sequence.index, stretch.begin, end,
+                      [&](int64_t page, int64_t block, int64_t slot) { places[count++] = {page, block, slot}; });
+          for (int64_t n = 0; n < count; ++n) {
+            const Place &place = places[n], &next = places[std::min(n + kAhead, count - 1)];
+            for (int64_t head = 0; head < kv_heads; ++head) {
+              scorer.prefetch(next.block, next.slot, head);
+              scores[(token * kv_heads + head) * columns + place.page] = scorer.score(place.block, place.slot, head);
+            }
+          }
         }
       }
     });
