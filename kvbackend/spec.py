@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .arrays import Array, Arrays, Kind
+from .errors import ArgumentError
 
 # One namespace for what callers see, one for the kernels that device libraries bring. Both have the same schemas:
 # a library only implements them, so it can be loaded before or after this module.
@@ -73,6 +74,8 @@ class Op:
         _native_library.define(self.schema)
         _library.impl(self.name, self.dispatcher.entry, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._run_fake, lib=_library)
+        numbers = (at for at, name in enumerate(self.parameters) if hints[name] in (int, float))
+        self._numbers = tuple((at, self.parameters[at]) for at in numbers)
         self._overload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     @property
@@ -81,6 +84,10 @@ class Op:
         return inspect.cleandoc(self.__doc__ or "").split("\n\n")[0].replace("\n", " ")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for at, name in self._numbers:
+            value = args[at] if at < len(args) else kwargs.get(name)
+            if value is True or value is False:  # which torch would take for 1 or 0
+                raise ArgumentError(f"{name} is {value}; it is a number: pass one")
         return self._overload(*args, **kwargs)
 
     def __repr__(self) -> str:

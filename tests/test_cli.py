@@ -48,6 +48,32 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert [backend["status"] for backend in found["backends"]] == ["chosen", "lower"]
 
 
+def test_explain_says_where_automatic_sparsity_begins(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvbackend.cache import crossover
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = "explain", "sparse_attention", "--dtype", "float32", "--shape", "8/2/64", "--topk", "32"
+    found = document(capsys, *asked)["automatic"]
+    assert found["dense_below"] == 800
+    assert "not measured on this device: 8 times the 100 tokens that a query reads" in found["why"]
+    case = crossover.Case(**found["case"])
+    for rows, below, mode in (
+        ([(1024, 9.0, 9.5), (2048, 18.0, 10.0)], 2048, "dense below 2048 tokens, sparse from there on"),
+        ([(1024, 9.0, 9.5)], None, "dense at every context"),
+    ):
+        crossover.save(case, [crossover.Row(*row, {}) for row in rows])
+        found = document(capsys, *asked)["automatic"]
+        assert (found["dense_below"], found["mode"]) == (below, mode)
+        assert "measured on" in found["why"]
+        assert case.device in found["why"]
+        assert document(capsys, *asked, "--reselect", "4")["automatic"]["dense_below"] == 800  # another case
+    assert "automatic" not in document(capsys, "explain", "paged_attention")
+    assert main(asked) == 0
+    assert "automatic mode (dense_below='auto'): dense at every context; " in capsys.readouterr().out
+
+
 def test_matrix(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     found = document(capsys, "matrix", "reshape_and_cache", "--quick", "--html", str(page))

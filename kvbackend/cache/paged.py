@@ -350,6 +350,14 @@ class PagedCache:
             "max_seqlen_q": max(counts, default=0),
         }
 
+    def pages(self, layer: int) -> Pages:
+        """The pages of a layer; raises ArgumentError for an index that none has."""
+        if not 0 <= layer < len(self.layers):
+            raise ArgumentError(
+                f"layer is {layer}; the cache has {len(self.layers)}: pass an index from 0 to below that"
+            )
+        return self.layers[layer]
+
     def attend(
         self,
         layer: int,
@@ -368,7 +376,7 @@ class PagedCache:
         all queries of the call; the parts are joined by merge_attn_states, so the result is that of one call over the
         rows that `read` gives.
         """
-        pages = self.layers[layer]
+        pages = self.pages(layer)
         tables = self._tables_of(seqs, q_lens)
         latent = isinstance(pages, MlaPages)
         op = ops.mla_attention if latent else ops.paged_attention
@@ -395,7 +403,7 @@ class PagedCache:
 
         In the cache's dtype: codes dequantized in float32 and rounded once, kept rows as they were written.
         """
-        sequence, pages = self._sequence(seq), self.layers[layer]
+        sequence, pages = self._sequence(seq), self.pages(layer)
         rows = self._gather(pages, self.batch([seq], [sequence.length]), sequence.length)
         if pages.full is None or not sequence.full:
             return rows

@@ -171,8 +171,6 @@ class SharedKvCache:
     def append_batch(self, seqs: Sequence[int], num_tokens: Sequence[int]) -> None:
         """`append` for many different sequences at once, for all of them or for none."""
         sequences = self._batch_of(seqs, num_tokens, "num_tokens")
-        if len(set(seqs)) != len(seqs):
-            raise ArgumentError(f"seqs is {list(seqs)}; a call appends to a sequence once: add its tokens up")
         copied = self._to_copy(sequences, num_tokens)
         wanted = [
             self._blocks_for(sequence.length + count) - len(sequence.table)
@@ -311,6 +309,8 @@ class SharedKvCache:
     def _batch_of(self, seqs: Sequence[int], counts: Sequence[int], name: str) -> list[_Sequence]:
         if len(seqs) != len(counts):
             raise ArgumentError(f"seqs has {len(seqs)} entries and {name} {len(counts)}; pass one for each sequence")
+        if len(set(seqs)) != len(seqs):  # rings and open groups are written to once a call
+            raise ArgumentError(f"seqs is {list(seqs)}; a call takes a sequence once: add its tokens up")
         for count in counts:
             if count < 0:
                 raise ArgumentError(f"{name} holds {count}; it must be 0 or more: pass a number of tokens")

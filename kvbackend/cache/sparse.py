@@ -160,7 +160,7 @@ class SparseAttention:
         self, layer: int, seqs: Sequence[int], counts: Sequence[int], slots: Tensor, key: Tensor, value: Tensor
     ) -> None:
         """Write the newest tokens of sequences, counts of each, already appended; key, value [sum(counts), Hk, D]."""
-        pages = self.cache.layers[layer]
+        pages = self.cache.pages(layer)
         with self.stages.time("codec") if is_quantized(pages.kv_format) else nullcontext():
             pages.write(slots, key, value)
         parts = zip(seqs, counts, key.split(list(counts)), value.split(list(counts)), strict=True)
@@ -188,9 +188,7 @@ class SparseAttention:
 
         q   [T, H, D], T being sum(q_lens)
         """
-        if not 0 <= layer < len(self.topk):
-            raise ArgumentError(f"layer is {layer}; the cache has {len(self.topk)}: pass an index below that")
-        kv_heads = self.cache.layers[layer].caches[0].shape[2]
+        kv_heads = self.cache.pages(layer).caches[0].shape[2]
         if q.shape[1] % kv_heads:
             raise ArgumentError(
                 f"q has {q.shape[1]} heads and layer {layer} has {kv_heads} kv heads; the first must be a multiple of "

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ._output import print_json, print_table
+from ._sparse import add_case, case_of, numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,14 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="SOC", help="measure nothing: the least times on an Ascend NPU, ascend950pr_9599 for example"
     )
-    sparse = parser.add_argument_group("what --crossover measures")
-    sparse.add_argument(
-        "--shape", default="32/8/128", metavar="HEADS/KV_HEADS/HEAD_DIM", help="of a layer; default: 32/8/128"
-    )
+    sparse = add_case(parser, "what --crossover measures")
     sparse.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of the cache")
-    sparse.add_argument("--kv-format", default="auto", metavar="F", help="of the cache; default: auto, as --dtype says")
-    sparse.add_argument("--topk", type=int, default=256, metavar="K", help="default: 256")
-    sparse.add_argument("--reselect", type=int, default=1, metavar="N", help="steps that one choice serves; default: 1")
     sparse.add_argument(
         "--contexts", default="1024/2048/4096/8192/16384/32768", metavar="N/N...", help="default: 1024 to 32768"
     )
@@ -172,13 +167,10 @@ def crossover(args: argparse.Namespace) -> int:
     """Measure dense against sparse decode steps, keep and print it."""
     import torch
 
-    from ..cache import GqaLayer, Sparsity, crossover, stages
+    from ..cache import crossover, stages
 
-    heads, kv_heads, head_dim = _numbers("--shape", args.shape, 3)
-    sparsity = Sparsity(args.topk, reselect=args.reselect)
-    layer, dtype = GqaLayer(kv_heads, head_dim), getattr(torch, args.dtype)
-    contexts = _numbers("--contexts", args.contexts)
-    case, rows = crossover.measure(layer, heads, sparsity, dtype, args.kv_format, contexts)
+    contexts = numbers("--contexts", args.contexts)
+    case, rows = crossover.measure(*case_of(args), getattr(torch, args.dtype), args.kv_format, contexts)
     crossover.save(case, rows)
     tokens = crossover.crossover(rows)
     if args.json:
@@ -201,11 +193,3 @@ def crossover(args: argparse.Namespace) -> int:
 
 def _plain(limit: str | None) -> str:
     return str(limit).rpartition("_")[0].replace("_", " ")
-
-
-def _numbers(name: str, text: str, wanted: int | None = None) -> list[int]:
-    parts = text.split("/")
-    if not all(part.isdigit() and int(part) for part in parts) or wanted not in (None, len(parts)):
-        count = f"{wanted} numbers" if wanted else "numbers"
-        raise ArgumentError(f"{name} is {text!r}; it must be {count} of 1 or more with slashes between: write 32/8/128")
-    return [int(part) for part in parts]

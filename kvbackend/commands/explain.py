@@ -1,11 +1,16 @@
-"""`kvbackend explain OP`: who would run a call of this op here, and why the others would not."""
+"""`kvbackend explain OP`: who would run a call of this op here, and why the others would not.
+
+Of `sparse_attention`, also below which context automatic mode stays dense, and how that is known.
+"""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from ..errors import ArgumentError
 from ._output import need_device, print_json
+from ._sparse import add_case, case_of
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -16,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", help="which of the op's own samples to ask about (default: the first)")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the sample (default: bfloat16)")
     parser.add_argument("--device", default="cpu", help="device of the sample's tensors (default: cpu)")
+    add_case(parser, "of sparse_attention: the case that automatic mode is asked about")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -34,8 +40,29 @@ def main(args: argparse.Namespace) -> int:
     if name not in samples:
         raise ArgumentError(f"--sample is {name!r}; {args.op} has {', '.join(samples)}: choose one")
     explanation = explain(args.op, **samples[name])
+    found = automatic(args) if args.op == "sparse_attention" else None
     if args.json:
-        print_json("explain", explanation.to_dict() | {"sample": name, "dtype": args.dtype})
+        more = {} if found is None else {"automatic": found}
+        print_json("explain", explanation.to_dict() | {"sample": name, "dtype": args.dtype, **more})
     else:
         print(f"{explanation}\n  (sample {name!r}, {args.dtype}; --sample asks about another)")
+        if found is not None:
+            print(f"automatic mode (dense_below='auto'): {found['mode']}; {found['why']}")
     return 0 if explanation.chosen else 1
+
+
+def automatic(args: argparse.Namespace) -> dict[str, Any]:
+    """Below which context SparseAttention(dense_below="auto") attends to all tokens, and how that is known."""
+    from dataclasses import asdict
+
+    import torch
+
+    from ..cache import PagedCache, crossover
+
+    layer, heads, sparsity = case_of(args)
+    cache = PagedCache([layer], 1, 16, getattr(torch, args.dtype), args.device, kv_format=args.kv_format)
+    case = crossover.Case.of(cache, 0, heads, sparsity)
+    below, why = crossover.dense_below(case)
+    never = below == crossover.NEVER
+    mode = "dense at every context" if never else f"dense below {below} tokens, sparse from there on"
+    return {"dense_below": None if never else below, "mode": mode, "why": why, "case": asdict(case)}

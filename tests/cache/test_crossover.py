@@ -55,11 +55,11 @@ def test_measuring_times_both_on_the_same_tokens() -> None:
 def test_auto_is_dense_below_what_was_measured() -> None:
     cache = PagedCache([GqaLayer(2, 16)], 40, 16, torch.float32)
     case = crossover.Case.of(cache, 0, 4, SPARSITY)
-    crossover.save(replace(case, heads=8), [Row(64, 5.0, 1.0, 0.1)])
+    crossover.save(replace(case, heads=8), [Row(64, 5.0, 1.0, {})])
     assert crossover.dense_below(case)[0] == crossover.UNMEASURED * (32 + 4 + 16)
     assert "not measured on this device" in crossover.dense_below(case)[1]
-    crossover.save(case, [Row(100, 5.0, 9.0, 0.1), Row(200, 5.0, 4.0, 0.1)])
-    crossover.save(case, [Row(128, 5.0, 9.0, 0.1), Row(256, 5.0, 4.0, 0.1)])  # in its place
+    crossover.save(case, [Row(100, 5.0, 9.0, {}), Row(200, 5.0, 4.0, {})])
+    crossover.save(case, [Row(128, 5.0, 9.0, {}), Row(256, 5.0, 4.0, {})])  # in its place
     assert len(json.loads(crossover.path().read_text())["entries"]) == 2
     assert [name.name for name in crossover.path().parent.iterdir()] == ["crossover.json"]
     sparse = SparseAttention(cache, SPARSITY, dense_below="auto")
@@ -81,7 +81,7 @@ def test_auto_is_dense_below_what_was_measured() -> None:
 def test_never_and_a_broken_file() -> None:
     cache = PagedCache([GqaLayer(2, 16)], 4, 16, torch.float32)
     case = crossover.Case.of(cache, 0, 4, SPARSITY)
-    crossover.save(case, [Row(100, 5.0, 9.0, 0.1)])
+    crossover.save(case, [Row(100, 5.0, 9.0, {})])
     assert "at no context that was measured" in crossover.dense_below(case)[1]
     assert SparseAttention(cache, SPARSITY, "auto").explain(0, 4, 1 << 40).startswith("dense")
     crossover.path().write_text("{")

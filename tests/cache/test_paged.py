@@ -584,3 +584,13 @@ def test_pages_are_views_of_one_tensor_where_the_layout_says_so() -> None:
     assert kpe.data_ptr() - ckv.data_ptr() == 6 * 4
     assert ckv.stride() == kpe.stride() == (4 * 8, 8, 1)
     assert PagedCache(GQA, 3, 4, torch.float32, layout="HND").layers[0].caches[0].transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_refuses_a_layer_that_is_none(layer: int) -> None:
+    cache = PagedCache([GqaLayer(2, 8)] * 2, 4, 4, torch.float32)
+    seq = cache.new_sequence()
+    cache.append(seq, 1)
+    for call in (lambda: cache.read(layer, seq), lambda: cache.attend(layer, torch.zeros(1, 2, 8), [seq], [1], 1.0)):
+        with pytest.raises(ArgumentError, match=f"layer is {layer}; the cache has 2: pass an index from 0"):
+            call()

@@ -145,3 +145,11 @@ def test_wrong_lengths_are_found_under_check_and_harmless_otherwise(
         kvbackend.ArgumentError, match=r"lengths holds length (-1|6) at index 1; it must be in \[0, 6\)"
     ):
         select(backend, scores, 4, lengths=wrong)
+
+
+@pytest.mark.parametrize("k", [True, False])
+def test_a_truth_value_is_no_count(k: bool) -> None:
+    """torch takes True for 1; a comparison that slipped in would select one column."""
+    for call in (lambda: topk_indices(torch.zeros(2, 5), k), lambda: topk_indices(scores=torch.zeros(2, 5), k=k)):
+        with pytest.raises(kvbackend.ArgumentError, match=f"k is {k}; it is a number: pass one"):
+            call()
