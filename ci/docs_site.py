@@ -19,7 +19,12 @@ from mkdocs.structure.files import File, Files
 from kvbackend import cli, formats, ops
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+COPIED = {
+    "README.md": "index.md",
+    "README.zh-CN.md": "index.zh-CN.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -43,7 +48,7 @@ def _page(path: Path) -> str:
     """A page of the repository's root, its links as they are seen from docs/."""
     text = path.read_text("utf-8")
     for source, target in COPIED.items():
-        text = text.replace(f"]({source})", f"]({target})")
+        text = re.sub(rf"\]\({re.escape(source)}(?=[)#])", f"]({target}", text)
     return text.replace("](docs/", "](")
 
 

@@ -39,5 +39,5 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = re.findall(r": ([a-z_]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    listed = re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
     assert {page.name for page in PAGES[1:]} <= set(listed)
