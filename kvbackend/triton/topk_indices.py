@@ -46,7 +46,7 @@ def topk_by_position(
         from_here = total - tl.cumsum(counts, axis=0) + counts  # keys whose digit is this one or higher
         chosen = tl.maximum(tl.max(tl.where(from_here >= wanted, digit, 0), axis=0), 0)
         wanted -= tl.sum(tl.where(digit > chosen, counts, 0), axis=0)
-        prefix = prefix | (chosen << shift)
+        prefix = (chosen << shift) | prefix  # this way round for the interpreter of triton-ascend, where it is an int
     threshold = prefix ^ -2147483648
     taken, ties = 0, 0
     for first in range(0, length, BLOCK):

@@ -64,11 +64,15 @@ class Resources:
 
 
 def specialize(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
-    """As triton does: integers that are 1 become constants; multiples of 16 and aligned pointers are marked."""
+    """As triton does: integers that are 1 become constants; multiples of 16 and aligned pointers are marked, unless the
+    kernel asks not to be specialized on them."""
     options = tuple((key, constants[key]) for key in OPTIONS if key in constants)
     fixed = {key: value for key, value in constants.items() if key not in OPTIONS}
     signature, aligned = {}, []
     for index, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if kernel.params[index].do_not_specialize:
+            signature[name] = mangle_type(value)
+            continue
         if isinstance(value, int) and not isinstance(value, bool) and value == 1:
             fixed[name] = 1
             continue

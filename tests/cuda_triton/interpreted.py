@@ -72,6 +72,25 @@ def verdicts(name: str, every_dtype: bool) -> dict[str, Any]:
     return found
 
 
+# What launchers may refuse of the samples: op -> words that the reason must hold.
+ALLOWED_REFUSALS = {
+    "quantize_kv": "whose groups span tokens",
+    "paged_attention": "reads keys as they are stored",  # rope at read
+    "sparse_mla_attention": "whose scales are shuffled",
+    "indexer_logits": "q is torch.float8_e4m3fn",
+}
+
+
+def complaints(name: str, found: dict[str, Any]) -> list[str]:
+    """What is wrong with the verdicts on an op: faults, refusals that are not allowed, and too few runs."""
+    wrong = [f"{name}, {sample}: {verdict}" for sample, verdict in found.items() if isinstance(verdict, str)]
+    reasons = {reason for verdict in found.values() if isinstance(verdict, list) for reason in verdict}
+    wrong += [f"{name} refuses: {reason}" for reason in reasons if ALLOWED_REFUSALS.get(name, "none") not in reason]
+    if sum(verdict is None for verdict in found.values()) <= len(found) // 2:
+        wrong.append(f"{name}: too few of {len(found)} samples ran")
+    return wrong
+
+
 def batch_mates() -> dict[str, str | None]:
     """Whether a row's bits depend on the batch that it is in."""
     found: dict[str, str | None] = {}

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..npu_triton import launching as ascend
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -23,8 +25,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if 0 in grid:
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*args, **constants)
+    with torch.get_device_module(device).device(device) if device.type in ("cuda", "npu") else nullcontext():
+        if device.type == "npu":
+            ascend.start(kernel, grid, *args, **constants)
+        else:
+            kernel[grid](*args, **constants)
 
 
 def dot_type(dtype: torch.dtype) -> Any:

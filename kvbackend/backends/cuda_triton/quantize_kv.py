@@ -6,7 +6,7 @@ from ...codecs import grids, split
 from ...formats import get
 from . import cached, launching, rows
 
-TOKENS = 32  # of a program that looks for the largest magnitude
+TOKENS, TILE = 32, 8192  # at most, of a program that looks for the largest magnitude, and its numbers
 
 
 def unsupported(x, kv_format, role, **_):
@@ -45,8 +45,10 @@ def amax(x, fmt):
     num_tokens, heads, dim = x.shape
     bits = torch.zeros(split.scales_shape(fmt, "key", x.shape), dtype=torch.int32, device=x.device)
     strides = {"tensor": (0, 0), "head": (1, 0), "channel": (dim, 1)}[fmt.granularity]
+    tiles = rows.tile(dim, TILE)
+    tiles["ROWS"] = min(tiles["ROWS"], TOKENS)
     launching.launch(
-        amax_of_rows, (launching.cdiv(num_tokens, TOKENS), heads), x, *x.stride(), bits, *strides, num_tokens, dim,
-        ROWS=TOKENS, BLOCK_D=launching.power_of_two(dim), PER_CHANNEL=fmt.granularity == "channel",
+        amax_of_rows, (launching.cdiv(num_tokens, tiles["ROWS"]), heads), x, *x.stride(), bits, *strides, num_tokens,
+        dim, **tiles, PER_CHANNEL=fmt.granularity == "channel",
     )  # fmt: skip
     return bits.view(torch.float32)

@@ -60,6 +60,11 @@ def chunks(num_tokens: int, width: int) -> Iterator[tuple[int, int]]:
         yield first, min(step, num_tokens - first)
 
 
+def block_of(count: int, most: int) -> int:
+    """Elements of a tile; triton-ascend compiles none of one element."""
+    return min(max(launching.power_of_two(count), 16), most)
+
+
 def best(scores: Tensor, k: int, lengths: Tensor | None, order: str) -> Tensor:
     """Positions [T, k] int32 of the k highest scores, as topk_indices returns them."""
     from ...triton.topk_indices import order_by_score, topk_by_position
@@ -69,14 +74,14 @@ def best(scores: Tensor, k: int, lengths: Tensor | None, order: str) -> Tensor:
     launching.launch(
         topk_by_position, (num_rows,), scores, *scores.stride(), scores if lengths is None else lengths,
         0 if lengths is None else lengths.stride(0), chosen, columns, k, HAS_LENGTHS=lengths is not None,
-        BLOCK=min(launching.power_of_two(columns), 1024), num_warps=4,
+        BLOCK=block_of(columns, 1024), num_warps=4,
     )  # fmt: skip
     if order == "position":
         return chosen
     out = torch.full_like(chosen, -1)
-    tile = min(launching.power_of_two(k), 64)
+    tile = block_of(k, 64)
     launching.launch(
         order_by_score, (num_rows, launching.cdiv(k, tile)), scores, *scores.stride(), chosen, out, k, BLOCK=tile,
-        OTHERS=min(launching.power_of_two(k), 128), num_warps=4,
+        OTHERS=block_of(k, 128), num_warps=4,
     )  # fmt: skip
     return out
