@@ -43,3 +43,5 @@ TASK_QUEUE_ENABLE=1 test Ascend950PR_9599 tests/npu/device/test_copies.py # as o
 test Ascend910B1 tests/npu/device/test_contract.py tests/npu/device/test_logs.py -k 'not references'
 test Ascend950DT_9591 tests/npu/device/test_logs.py
 test Ascend910_9391 tests/npu/device/test_logs.py
+echo "the check for a machine with an NPU, tried"
+ci/ascend_check.sh --dry

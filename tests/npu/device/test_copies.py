@@ -88,13 +88,15 @@ def test_a_driver_without_batches_gets_single_copies(monkeypatch) -> None:
 def test_copies_run_on_the_current_stream_and_keep_their_place() -> None:
     source, target = pools()
     on_device, other = torch.zeros_like(source, device="npu:0"), target.to("npu:0")
+    rows, numbers = source.to("npu:0"), torch.arange(1 << 20).float().to("npu:0")
     stream = torch.npu.Stream()
+    made()
     with torch.npu.stream(stream):
-        on_device.copy_(source.to("npu:0"))  # behind it in the queue: the copy reads what this writes
-        made()
+        numbers.sort(stable=True)  # keeps the queue busy for a while
+        on_device.copy_(rows)  # before the copy: it reads what this writes
         swap(on_device, other)
         on_device.zero_()
-    streams = {copy["stream"] for copy in made()}
+    streams = {copy["stream"] for copy in made() if copy["kind"] == WITHIN}
     swap(on_device, other, [[0, 1]])
     assert len(streams) == 1
     assert streams != {copy["stream"] for copy in made()}
