@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ArgumentError
+from .planner.schemes import parse
 
 SCHEMA = "kvbackend-profile/1"
 
@@ -40,6 +42,14 @@ class Profile:
     configuration_id: str
     calibration: str = ""
 
+    def need_model(self, name: str) -> None:
+        """Raise ArgumentError where another model than the one measured is to use the profile."""
+        if name != self.model:
+            raise ArgumentError(
+                f"--profile was measured on {self.model}; the model is {name}, which may lose more: run kvbackend tune "
+                f"on it, or write its name into the profile"
+            )
+
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the file; it appears whole or not at all."""
         # a JSON string or number is a TOML one
@@ -60,6 +70,7 @@ def read(path: str | os.PathLike[str]) -> Profile:
     if absent or (unknown := sorted(found.keys() - known.keys())):
         told = f"lacks {', '.join(absent)}" if absent else f"has {', '.join(unknown)}"
         raise ArgumentError(f"profile {path} {told}; its keys are {', '.join(known)}: make it again, or correct it")
+    _judge(path, found)
     profile = Profile(**found)
     if profile.calibration:
         beside = Path(path).parent / profile.calibration
@@ -76,6 +87,29 @@ def need_place(path: str | os.PathLike[str]) -> None:
         raise ArgumentError(
             f"{target} cannot be written; its folder must exist and be writable: make it, or name another"
         )
+
+
+def _judge(path: str | os.PathLike[str], found: dict[str, Any]) -> None:
+    """Raise ArgumentError for values that no measurement gives: the file may have been edited."""
+    for name in ("scheme", "model", "configuration_id", "calibration"):
+        value = found.get(name, "")
+        if not isinstance(value, str) or not (value or name == "calibration"):
+            raise ArgumentError(f"profile {path} has {name} = {value!r}; it must be a text: correct it")
+    for name, least, whole in (
+        ("perplexity_change", -1, False),
+        ("cache_bytes", 0, True),
+        ("cache_bytes_fp16", 0, True),
+        ("tokens_per_s", 0, False),
+    ):
+        value = found[name]
+        fitting = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if not fitting or not least < value < math.inf:
+            kind = "a whole number" if whole else "a number"
+            raise ArgumentError(f"profile {path} has {name} = {value!r}; it must be {kind} above {least}: correct it")
+    try:
+        parse(found["scheme"])
+    except ArgumentError as error:
+        raise ArgumentError(f"profile {path} has a scheme that cannot be had; {error}") from error
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:

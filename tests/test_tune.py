@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -103,6 +104,13 @@ def test_the_limit_is_the_callers():
         climb(Fixed(), max_loss=0)
 
 
+@pytest.mark.parametrize("limit", ["-1", "0", "nan", "1000%"])
+def test_a_limit_that_cannot_be_kept_is_refused_before_any_work(limit, command, tmp_path):
+    code, out, err = command("tune", "--model", tmp_path / "nowhere", "--max-loss", limit)
+    assert (code, out) == (2, "")
+    assert f"argument --max-loss: {limit} must be above 0 and below 1000: 2 allows two percent more" in err
+
+
 def test_every_rung_is_a_scheme():
     for _, make in rungs(64, 30):
         for so_far in (Choice(), Choice("fp8_e4m3", "48")):
@@ -156,6 +164,39 @@ def test_unknown_keys_of_a_profile_are_named(tmp_path):
     path.write_text(path.read_text() + "speed = 1\n")
     with pytest.raises(ArgumentError, match="has speed; its keys are scheme, model"):
         profile.read(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("perplexity_change = nan", r"perplexity_change = nan; it must be a number above -1: correct it"),
+        ("perplexity_change = -1.5", r"perplexity_change = -1.5; it must be a number above -1"),
+        ("cache_bytes = 0", r"cache_bytes = 0; it must be a whole number above 0"),
+        ("cache_bytes_fp16 = 1.5", r"cache_bytes_fp16 = 1.5; it must be a whole number"),
+        ("tokens_per_s = -2", r"tokens_per_s = -2; it must be a number above 0"),
+        ('tokens_per_s = "fast"', r"tokens_per_s = 'fast'; it must be a number"),
+        ("model = 3", r"model = 3; it must be a text"),
+        ('model = ""', r"model = ''; it must be a text"),
+        ('scheme = "fp9"', r"a scheme that cannot be had; kv_format is 'fp9'; it must be native or one of"),
+        ('scheme = "bf16,evict=snapkv:8"', r"cannot be had; budget is 8 tokens; SnapKV always keeps 32 recent"),
+    ],
+)
+def test_values_that_no_measurement_gives_are_refused(line, match, tmp_path):
+    path = tmp_path / "profile.toml"
+    FOUND.write(path)
+    name, lines = line.partition(" ")[0], path.read_text().splitlines(keepends=True)
+    path.write_text("".join(f"{line}\n" if old.startswith(f"{name} ") else old for old in lines))
+    with pytest.raises(ArgumentError, match=match):
+        profile.read(path)
+
+
+def test_a_profile_of_another_model_is_refused(command, folder, tmp_path):  # noqa: F811
+    path = tmp_path / "profile.toml"
+    replace(FOUND, model="large").write(path)
+    for name, *rest in (["run", "abc"], ["eval"]):
+        code, out, err = command(name, *rest, "--model", folder, "--profile", path)
+        assert (code, out) == (2, "")
+        assert f"--profile was measured on large; the model is {folder.name}, which may lose more" in err
 
 
 def test_a_folder_that_does_not_exist(command, tmp_path):

@@ -72,8 +72,10 @@ def main(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.compare:
         return compare(args)
+    check: Callable[[str], None] = lambda name: None  # noqa: E731
     if args.profile:
         found = profile.read(args.profile)
+        check = found.need_model
         args.schemes, args.calibration = [*args.schemes, found.scheme], args.calibration or found.calibration or None
     for scheme in args.schemes:
         parse(scheme)  # a misspelled one is told before the model loads
@@ -82,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
         from ..pictures import need_plot
 
         need_plot(args.plot)
-    with evaluator(args, lambda: settings_of(args)) as made:
+    with evaluator(args, lambda: settings_of(args), check) as made:
         schemes = list(args.schemes)
         if args.sweep:
             from ..evaluate import granularity_sweep
@@ -112,8 +114,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 @contextmanager
-def evaluator(args: argparse.Namespace, settings: Callable[[], Settings]) -> Iterator[Any]:
-    """The model loaded, the sample made, the baseline measured; a bar on a terminal. Settings come with torch."""
+def evaluator(
+    args: argparse.Namespace, settings: Callable[[], Settings], check: Callable[[str], None] = lambda name: None
+) -> Iterator[Any]:
+    """The model loaded, the sample made, the baseline measured; a bar on a terminal.
+
+    settings   called when torch is there
+    check      told the model's name before it loads
+    """
     text_name, text = texts.read(args.text)
     model_store.need_packages("transformers", "safetensors")
     from .run import choose_device, load, quieten_transformers
@@ -126,6 +134,7 @@ def evaluator(args: argparse.Namespace, settings: Callable[[], Settings]) -> Ite
     with bar() as step:
         step("loading the model", 0, 1)
         name, folder = model_store.locate(args.model, lambda told: step(told, 0, 1))
+        check(name)
         device = choose_device("auto")
         tokenizer, model = load(folder, "float32" if device.type == "cpu" else "bfloat16", device)
         with Evaluator(model, tokenizer, name, text, text_name, settings(), args.calibration, step) as made:

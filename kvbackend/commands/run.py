@@ -153,6 +153,8 @@ def main(args: argparse.Namespace) -> int:
                 chosen.enter_context(use(args.backend))
             device = choose_device(args.device)
             name, folder = model_store.locate(args.model, lambda text: step(text, more=True))
+            if given:
+                given.need_model(name)
             step(f"loading {name}")
             dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
             tokenizer, model = load(folder, dtype, device)

@@ -38,8 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def percent(text: str) -> float:
-    """A percentage as a share: "2" or "2%" is 0.02."""
-    return float(text.removesuffix("%")) / 100
+    """A percentage as a share: "2" or "2%" is 0.02. What `tune` would refuse after loading is refused here."""
+    share = float(text.removesuffix("%")) / 100
+    if not 0 < share < 10:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and below 1000: 2 allows two percent more")
+    return share
 
 
 def main(args: argparse.Namespace) -> int:

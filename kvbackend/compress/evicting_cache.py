@@ -13,8 +13,8 @@ from .. import formats, ops
 from ..cache import GqaLayer, MlaLayer, PagedCache
 from ..cache.kivi import is_kivi
 from ..errors import ArgumentError
+from ..eviction import Policy, StreamingLLM
 from ..ops._math import as_bytes
-from .eviction import Policy, StreamingLLM
 
 
 @dataclass

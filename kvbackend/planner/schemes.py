@@ -8,10 +8,11 @@ run` runs it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from fractions import Fraction
+from typing import Any
 
-from .. import formats
+from .. import eviction, formats
 from ..errors import ArgumentError
 from .shapes import Model, Rows
 
@@ -30,15 +31,15 @@ SETTINGS = {
     "window": "format of the window rows of compressed attention (DeepSeek-V4 and V4.1)",
 }
 
-# Policies of `evict`, and their classes in kvbackend.compress. NAMEs are the arguments of these, and the two below.
-POLICIES = {
-    "window": "SlidingWindow",
-    "streaming": "StreamingLLM",
-    "h2o": "H2O",
-    "tova": "TOVA",
-    "snapkv": "SnapKV",
-    "pyramidkv": "PyramidKV",
-    "l2norm": "L2Norm",
+# Policies of `evict`. NAMEs are their arguments, and the two below.
+POLICIES: dict[str, type[eviction.Policy]] = {
+    "window": eviction.SlidingWindow,
+    "streaming": eviction.StreamingLLM,
+    "h2o": eviction.H2O,
+    "tova": eviction.TOVA,
+    "snapkv": eviction.SnapKV,
+    "pyramidkv": eviction.PyramidKV,
+    "l2norm": eviction.L2Norm,
 }
 ROWS_OF_BUDGET = {"summary": "summary_slots", "slack": "slack"}  # arguments of kvbackend.compress.EvictingCache
 
@@ -53,6 +54,30 @@ class Eviction:
     policy: str
     keep: int | Fraction
     settings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`evict`, `summary_slots` and `slack` of a PagedCache. Raises ArgumentError for what a policy cannot have."""
+        made = POLICIES[self.policy]
+        known = {field.name: field.default for field in fields(made) if field.default is not MISSING}
+        policy: dict[str, Any] = {}
+        rows: dict[str, int] = {}
+        for name, given in self.settings:
+            if name in ROWS_OF_BUDGET:
+                rows[ROWS_OF_BUDGET[name]] = _number(name, given)
+            elif name in known:
+                policy[name] = given if isinstance(known[name], str) else _number(name, given)
+                if isinstance(known[name], bool):
+                    policy[name] = bool(policy[name])
+            else:
+                raise ArgumentError(
+                    f"evict has {name}={given}; {self.policy} takes {', '.join([*known, *ROWS_OF_BUDGET])}: choose "
+                    f"among these"
+                )
+        chosen = made(float(self.keep) if isinstance(self.keep, Fraction) else self.keep, **policy)
+        if isinstance(self.keep, int):
+            chosen.need_room(self.keep, rows.get("summary_slots", 0))
+        return {"evict": chosen, **rows}
 
 
 @dataclass(frozen=True)
@@ -159,7 +184,7 @@ def parse(text: str) -> Scheme:
 
 
 def parse_eviction(text: str) -> Eviction:
-    """POLICY:KEEP[:NAME=VALUE...]; whether a policy takes a NAME is known where it is made."""
+    """POLICY:KEEP[:NAME=VALUE...], of which the policy can be made."""
     policy, *rest = text.split(":")
     if policy not in POLICIES or not rest:
         raise ArgumentError(
@@ -174,7 +199,15 @@ def parse_eviction(text: str) -> Eviction:
         settings.append((name, given))
     keep = _value("keep", rest[0])
     assert isinstance(keep, int | Fraction)
-    return Eviction(policy, keep, tuple(settings))
+    found = Eviction(policy, keep, tuple(settings))
+    _ = found.options  # raises where it cannot be made: whoever reads a scheme refuses the same
+    return found
+
+
+def _number(name: str, given: str) -> int:
+    if not given.isdigit():
+        raise ArgumentError(f"{name} is {given!r} in evict; it must be a whole number (0 and 1 for no and yes): fix it")
+    return int(given)
 
 
 def _settings() -> str:

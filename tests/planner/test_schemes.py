@@ -69,6 +69,12 @@ def test_parse(text: str, scheme: Scheme) -> None:
         ("bf16,evict=h2o:0", ("keep is '0'",)),
         ("bf16,evict=h2o:64:recent", ("'recent'", "NAME=VALUE")),
         ("bf16,evict=h2o:64,keep=64", ("keep and evict",)),
+        # what a policy cannot have: the same words for all who read schemes
+        ("bf16,evict=h2o:8:observed=2", ("evict has observed=2", "h2o takes recent, per_head, summary, slack")),
+        ("bf16,evict=h2o:8:recent=x", ("recent is 'x' in evict",)),
+        ("bf16,evict=snapkv:8", ("budget is 8 tokens", "always keeps 32 recent tokens", "at least 32")),
+        ("bf16,evict=streaming:12:summary=8", ("4 sinks and 1 recent tokens and 8 summary slots", "at least 13")),
+        ("bf16,evict=snapkv:64:kernel=4", ("kernel is 4", "must be odd")),
         ("bf16,scales=max", ("'max'", "scales=amax")),
         ("bf16,rank=8/0", ("'0'",)),
         ("bf16,7-0=int8", ("7-0", "write 0-7")),

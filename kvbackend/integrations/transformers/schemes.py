@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ from torch import Tensor
 
 from ... import compress, formats, texts
 from ...cache import Sparsity
-from ...compress import Calibration, Policy
+from ...compress import Calibration
 from ...errors import ArgumentError
-from ...planner.schemes import FULL_PRECISION, POLICIES, ROWS_OF_BUDGET, Eviction, Scheme, parse, ranks, stretched
+from ...planner.schemes import FULL_PRECISION, Scheme, parse, ranks, stretched
 from .store import projections
 
 DEFAULT_BLOCK = 16  # tokens
@@ -59,7 +57,7 @@ def options_of(
     if (wanted.recent or wanted.sinks or spans) and model.dtype is torch.float32:
         options["dtype"] = getattr(torch, formats.get(FULL_PRECISION).storage)
     if wanted.evict is not None:
-        options |= eviction_of(wanted.evict)
+        options |= wanted.evict.options
     elif wanted.keep is not None:
         raise ArgumentError(
             f"the scheme {wanted.name!r} has keep without a policy; which tokens stay must be said to run it: write "
@@ -99,35 +97,6 @@ def _formats(scheme: Scheme, num_layers: int) -> list[str]:
         key, value = ("auto" if side == "native" else side for side in sides)
         named.append(key if key == value else f"{key}/{value}")
     return named
-
-
-def eviction_of(eviction: Eviction) -> dict[str, Any]:
-    """`evict`, `summary_slots` and `slack` of a PagedCache."""
-    made: Any = getattr(compress, POLICIES[eviction.policy])
-    known = {field.name: field.default for field in fields(made) if field.default is not MISSING}
-    policy: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    for name, given in eviction.settings:
-        if name in ROWS_OF_BUDGET:
-            options[ROWS_OF_BUDGET[name]] = _number(name, given)
-        elif name in known:
-            policy[name] = given if isinstance(known[name], str) else _number(name, given)
-            if isinstance(known[name], bool):
-                policy[name] = bool(policy[name])
-        else:
-            raise ArgumentError(
-                f"evict has {name}={given}; {eviction.policy} takes {', '.join([*known, *ROWS_OF_BUDGET])}: choose "
-                f"among these"
-            )
-    keep = eviction.keep
-    chosen: Policy = made(float(keep) if isinstance(keep, Fraction) else keep, **policy)
-    return {"evict": chosen, **options}
-
-
-def _number(name: str, given: str) -> int:
-    if not given.isdigit():
-        raise ArgumentError(f"{name} is {given!r} in evict; it must be a whole number (0 and 1 for no and yes): fix it")
-    return int(given)
 
 
 def _scales(scheme: Scheme, names: list[str], largest: Callable[[], Largest] | None) -> list[dict[str, Tensor]]:
@@ -207,4 +176,4 @@ def calibrated(model: Any, tokenizer: Any, path: str | Path | None = None, text:
     return compress.calibrate(model, list(ids.split(min(1024, context))), rank=max(1, dims[0] - 1))
 
 
-__all__ = ["calibrated", "eviction_of", "largest_numbers", "options_of"]
+__all__ = ["calibrated", "largest_numbers", "options_of"]

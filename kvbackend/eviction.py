@@ -1,4 +1,4 @@
-"""Which tokens a KV cache keeps: eviction policies. They only decide; `EvictingCache` moves rows and frees blocks.
+"""Which tokens a KV cache keeps: eviction policies, without torch. `EvictingCache` moves rows and frees blocks.
 
     policy          keeps of a sequence                                            decides
     SlidingWindow   the newest                                                     whenever it is over its budget
@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from .errors import ArgumentError
 
-from ..errors import ArgumentError
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Budget = int | float
 
