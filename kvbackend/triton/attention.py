@@ -26,6 +26,12 @@ def split_tokens(length, MAX_SPLITS: tl.constexpr, MIN_TOKENS: tl.constexpr):
 
 
 @triton.jit
+def capped(logits, softcap):
+    """softcap * tanh(logits / softcap)."""
+    return softcap * (1.0 - 2.0 / (1.0 + tl.exp(logits * (2.0 / softcap))))
+
+
+@triton.jit
 def online_softmax(logits, values, largest, total, sums, DOT: tl.constexpr):
     """One step over logits [M, N], -inf where masked, and values [N, D]: new (largest [M], total [M], sums [M, D])."""
     new = tl.maximum(largest, tl.max(logits, axis=1))
@@ -130,7 +136,7 @@ def attention(
                 logits = tl.dot(pe_rows, tl.trans(rotary), logits, input_precision="ieee")
             logits = logits * softmax_scale
             if SOFTCAP:
-                logits = softcap * (1.0 - 2.0 / (1.0 + tl.exp(logits * (2.0 / softcap))))
+                logits = capped(logits, softcap)
             if BIAS:
                 added = tl.load(bias + block * bias_b + offset * bias_s + kv_head * bias_h, mask=found, other=0.0)
                 logits = logits + added[None, :]

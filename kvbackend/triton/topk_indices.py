@@ -13,25 +13,19 @@ def ordered(score, exists):
 
 
 @triton.jit
-def topk_by_position(
-    scores, score_t, score_n, lengths, length_stride, out, num_columns, k, HAS_LENGTHS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out [T, k], -1 before, = positions of the k highest scores of each row, ascending. Program: one row."""
-    row = tl.program_id(0).to(tl.int64)
-    length = num_columns
-    if HAS_LENGTHS:
-        length = tl.minimum(tl.load(lengths + row * length_stride), num_columns)
-    scores += row * score_t
+def kth_highest(scores, score_n, low, high, wanted, BLOCK: tl.constexpr):
+    """Of the scores of columns low to high - 1 of a row: the key of the last of the `wanted` highest, and how many of
+    that key are among them. Fewer than wanted: all of them."""
     digit = tl.arange(0, 256)
-    prefix, wanted = 0, k  # the digits found so far, as unsigned; how many keys of that prefix are to be taken
+    prefix = 0  # the digits found so far, as unsigned; wanted: how many keys of that prefix are to be taken
     for step in range(4):
         shift = 24 - 8 * step
         counts = tl.zeros((256,), tl.int32)
-        for first in range(0, length, BLOCK):
+        for first in range(low // BLOCK * BLOCK, high, BLOCK):  # aligned, for wide loads
             n = first + tl.arange(0, BLOCK)
-            score = tl.load(scores + n.to(tl.int64) * score_n, mask=n < length, other=0.0).to(tl.float32)
-            key, selectable = ordered(score, n < length)
+            inside = (n >= low) & (n < high)
+            score = tl.load(scores + n.to(tl.int64) * score_n, mask=inside, other=0.0).to(tl.float32)
+            key, selectable = ordered(score, inside)
             key = key ^ -2147483648  # as unsigned: the sign bit counts most
             same = ((key >> shift) >> 8) == (prefix >> shift) >> 8
             if step == 0:
@@ -47,19 +41,38 @@ def topk_by_position(
         chosen = tl.maximum(tl.max(tl.where(from_here >= wanted, digit, 0), axis=0), 0)
         wanted -= tl.sum(tl.where(digit > chosen, counts, 0), axis=0)
         prefix = (chosen << shift) | prefix  # this way round for the interpreter of triton-ascend, where it is an int
-    threshold = prefix ^ -2147483648
+    return prefix ^ -2147483648, wanted
+
+
+@triton.jit
+def taken_of(score, exists, threshold, wanted, ties):
+    """Which of a tile's scores are taken, as 0 and 1, where `ties` of the threshold's key were before; and ties now."""
+    key, selectable = ordered(score, exists)
+    tie = (selectable & (key == threshold)).to(tl.int32)
+    early = ties + tl.cumsum(tie, axis=0) <= wanted
+    return (selectable & (key > threshold)).to(tl.int32) + tie * early.to(tl.int32), ties + tl.sum(tie, axis=0)
+
+
+@triton.jit
+def topk_by_position(
+    scores, score_t, score_n, lengths, length_stride, out, num_columns, k, HAS_LENGTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [T, k], -1 before, = positions of the k highest scores of each row, ascending. Program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    length = num_columns
+    if HAS_LENGTHS:
+        length = tl.minimum(tl.load(lengths + row * length_stride), num_columns)
+    scores += row * score_t
+    threshold, wanted = kth_highest(scores, score_n, 0, length, k, BLOCK)
     taken, ties = 0, 0
     for first in range(0, length, BLOCK):
         n = first + tl.arange(0, BLOCK)
         score = tl.load(scores + n.to(tl.int64) * score_n, mask=n < length, other=0.0).to(tl.float32)
-        key, selectable = ordered(score, n < length)
-        tie = (selectable & (key == threshold)).to(tl.int32)
-        early = ties + tl.cumsum(tie, axis=0) <= wanted
-        take = (selectable & (key > threshold)).to(tl.int32) + tie * early.to(tl.int32)
+        take, ties = taken_of(score, n < length, threshold, wanted, ties)
         place = taken + tl.cumsum(take, axis=0) - 1
         tl.store(out + row * k + place, n, mask=(take > 0) & (place < k))
         taken += tl.sum(take, axis=0)
-        ties += tl.sum(tie, axis=0)
 
 
 @triton.jit

@@ -79,6 +79,11 @@ def verdicts() -> dict[str, str | None]:
     far.copy_(near)
     want, got = (run("compress_kv", state=state, **compressed)[0] for state in (near, far))
     found["compress_kv"] = same(got, want) or same(far, near)
+    scored = dict(q=torch.randn(6, 4, 16).bfloat16(), key_cache=keys, **batch())
+    want, got = torch.zeros(1, 2, 29), torch.zeros(1, 2, 29)
+    run("accumulate_scores", scores=got, **scored)
+    registry["accumulate_scores"].reference(**registry["accumulate_scores"].bind((), dict(scores=want, **scored)))
+    found["accumulate_scores"] = None if difference(got, want) <= TOLERANCES[torch.float32] else "scores differ"
     ragged = dict(block_table=batch()["block_table"], cu_seqlens=torch.tensor([0, 29]).int(), num_tokens=29)
     found["gather_cache"] = apart("gather_cache", cache=keys, **ragged)
     run("copy_blocks", cache=keys, block_mapping=torch.tensor([[LAST, LAST - 1]]))
@@ -87,6 +92,15 @@ def verdicts() -> dict[str, str | None]:
     rows = torch.randn(2, 2, 16).bfloat16()
     run("reshape_and_cache", key=rows, value=rows + 1, key_cache=keys, value_cache=pool(2, 16), slot_mapping=slots)
     found["reshape_and_cache"] = same(keys[LAST, [3, 15]], rows)
+    before = keys[LAST].clone()
+    run("compact_cache", cache=keys, block_table=torch.tensor([[LAST, LAST - 1]]), kept=torch.tensor([[[3, 15]]]))
+    found["compact_cache"] = same(keys[LAST, :2], before[[3, 15]])
+    projected = dict(
+        hidden=torch.randn(2, 8).bfloat16(), w_kva=torch.randn(40, 8).bfloat16(), norm_weight=torch.ones(32).bfloat16(),
+        cos_sin=torch.randn(4, 8), positions=torch.tensor([1, 2]), eps=1e-6, slot_mapping=slots,
+    )  # fmt: skip
+    row = torch.cat(run("mla_project_kv", **projected, **parts), -1)
+    found["mla_project_kv"] = same(latents[LAST, [3, 15]], row)
     row = torch.randn(2, 40).bfloat16()
     run("concat_and_cache_mla", ckv=row[:, :32], kpe=row[:, 32:], slot_mapping=slots, **parts)
     found["concat_and_cache_mla"] = same(latents[LAST, [3, 15]], row)

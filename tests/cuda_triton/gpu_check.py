@@ -96,9 +96,12 @@ class Check:
         return not any(any(apart) for apart in report.values())
 
     def captured(self, name: str, args: dict[str, Any]) -> Any:
-        """The result of a replay; dry, of a second call."""
+        """The result of a replay; dry, of a second call. What the calls before wrote is undone."""
         call = launcher(name, args)
+        written = {key: args[key].clone() for key in registry[name].mutates if args.get(key) is not None}
         if self.dry:
+            call()
+            restore(args, written)
             return call()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -108,6 +111,7 @@ class Check:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             result = call()
+        restore(args, written)
         for tensor in result if isinstance(result, tuple) else (result,):
             if tensor is not None and tensor.is_floating_point():
                 tensor.fill_(7.0)  # what the replay must overwrite
@@ -165,6 +169,11 @@ class Check:
         return True
 
 
+def restore(args: dict[str, Any], written: dict[str, Tensor]) -> None:
+    for key, before in written.items():
+        args[key].copy_(before)
+
+
 def launchable() -> list[str]:
     return [name for name in registry if backends.registered()["cuda_triton"].adapter(name)]
 
@@ -204,6 +213,8 @@ def materialize(call: dict[str, Any], device: str) -> dict[str, Any]:
             value = torch.arange(len(meta)) * (tokens // (len(meta) - 1))
         elif name == "state_slots":
             value = torch.arange(len(meta))
+        elif name == "kept":
+            value = (torch.arange(meta.shape[-1]) * 2).expand(meta.shape)
         elif name == "slot_mapping":
             value = torch.randperm(rows_of(call, cache), generator=generator)[: len(meta)]
         elif name == "topk_indices":
@@ -228,7 +239,9 @@ def materialize(call: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 def length_of(call: dict[str, Any], cache: Tensor | None) -> int:
-    """Tokens of a sequence: as many as fill its blocks."""
+    """Tokens of a sequence: as many as fill its blocks, or have scores."""
+    if "block_table" not in call:
+        return int(call["scores"].shape[2])
     num_seqs, blocks = call["block_table"].shape
     rows = blocks * call["block_size"] if cache is None else rows_of(call, cache) // num_seqs
     return int(rows * call.get("compress_ratio", 1))
@@ -249,8 +262,11 @@ def traffic(name: str, args: dict[str, Any]) -> float:
         return 2 * pools["cache"] / args["cache"].shape[0] * len(args["block_mapping"])
     if name == "transcode":
         return 2 * sizes["pages"]
-    if name in ("reshape_and_cache", "store_rows"):
-        share = len(args["slot_mapping"]) / rows_of(args, args.get("key_cache", args.get("cache")))
+    if name == "compact_cache":
+        return 2 * pools["cache"] * args["kept"].shape[2] * len(args["block_table"]) / rows_of(args, args["cache"])
+    if "slot_mapping" in args:
+        cache = next(args[key] for key in pools)
+        share = len(args["slot_mapping"]) / rows_of(args, cache)
         return other + share * sum(pools.values())
     if "topk_indices" in args:
         chosen_of = "ckv_cache" if name == "sparse_mla_attention" else "compressed_cache"
@@ -276,6 +292,8 @@ def flops(name: str, args: dict[str, Any]) -> float:
         return 2 * seen * args["q_nope"].shape[1] * (2 * 512 + 64)
     if name == "sparse_mla_attention":
         return 2 * args["topk_indices"].numel() * args["q_nope"].shape[1] * (2 * 512 + 64)
+    if name == "mla_project_kv":
+        return 2 * args["hidden"].shape[0] * args["w_kva"].numel()
     if name == "shared_kv_attention":
         seen = args["topk_indices"].numel() + args["window"] * args["q"].shape[0]
         return 4 * seen * args["q"].shape[1] * 512

@@ -13,6 +13,7 @@ from kvbackend.codecs import split
 
 OPS = (
     "paged_attention", "mla_attention", "reshape_and_cache", "concat_and_cache_mla", "gather_cache", "store_rows",
+    "accumulate_scores",
 )  # fmt: skip
 PAGED = [
     "fp8_e4m3", "fp8_e5m2:head", "fp8_e4m3:channel", "fp8_e5m2:token_head", "fp8_e4m3:32", "int8", "mxfp8", "mxfp4",
@@ -79,13 +80,18 @@ def calls(name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
     if name == "store_rows":
         yield from _strange_rows(dtype)
         return
-    for kv_format in PAGED if name in ("paged_attention", "reshape_and_cache", "gather_cache") else LATENT:
+    for kv_format in PAGED if name not in ("mla_attention", "concat_and_cache_mla") else LATENT:
         if kv_format == "nvfp4/bf16" and dtype is not torch.bfloat16:
             continue
         make = Maker(dtype)
         keys_by_group = kv_format == "int4"
         slots = torch.tensor([5, 0, -1, 77, 159])
-        if name == "paged_attention":
+        if name == "accumulate_scores" and kv_format in ("fp8_e4m3:channel", "nvfp4", "int4"):
+            caches = {part: cache for part, cache in make.caches(kv_format).items() if not part.startswith("v")}
+            batch = {part: value for part, value in _batch().items() if part != "return_lse"}
+            q, scores = make.randn(7, 3 * HEADS, DIM), torch.zeros(2, HEADS, 64)
+            yield kv_format, dict(q=q, scores=scores, **caches, **batch)
+        elif name == "paged_attention":
             yield kv_format, dict(q=make.randn(7, 3 * HEADS, DIM), **make.caches(kv_format), **_batch())
         elif name == "reshape_and_cache":
             caches = make.caches(f"fp8_e4m3/{kv_format}" if keys_by_group else kv_format)

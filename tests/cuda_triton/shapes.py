@@ -125,6 +125,34 @@ class Shapes:
             state_slots=_meta(self.num_seqs, dtype=torch.int32), cos_sin=_meta(8192, 64, dtype=torch.float32),
         )  # fmt: skip
 
+    def scoring(self, queries: int, **other: Any) -> dict[str, Any]:
+        """What queries pay to 8 kv heads' keys."""
+        call = self.paged(queries)
+        scores = _meta(self.num_seqs, 8, self.length, dtype=torch.float32)
+        return {name: value for name, value in call.items() if "value" not in name} | dict(scores=scores) | other
+
+    def keeping(self) -> dict[str, Any]:
+        """The better half of the tokens of each kv head, as scores choose them."""
+        scores = _meta(self.num_seqs, 8, self.length, dtype=torch.float32)
+        lengths = _meta(self.num_seqs, dtype=torch.int32)
+        ends = dict(num_sinks=4, num_recent=16)
+        return dict(scores=scores, seq_lens=lengths, budget=self.length // 2, pooling="avg", kernel=5, **ends)
+
+    def compacting(self) -> dict[str, Any]:
+        """The same half to the front."""
+        pages, table = self.num_seqs * self.length // 16, self.batch(1, self.length, 16)["block_table"]
+        kept = _meta(self.num_seqs, 8, self.length // 2, dtype=torch.int32)
+        return dict(cache=_meta(pages, 16, 8, 128), block_table=table, kept=kept)
+
+    def projecting(self) -> dict[str, Any]:
+        """DeepSeek-V3's hidden states into its cache."""
+        caches = {name: cache for name, cache in self.mla(1).items() if name in ("ckv_cache", "kpe_cache")}
+        return dict(
+            hidden=_meta(self.tokens, 7168), w_kva=_meta(576, 7168), norm_weight=_meta(512), eps=1e-6, **caches,
+            cos_sin=_meta(8192, 64, dtype=torch.float32), positions=_meta(self.tokens, dtype=torch.int64),
+            slot_mapping=_meta(self.tokens, dtype=torch.int64),
+        )  # fmt: skip
+
     def index(self, queries: int, kv_format: str = "auto") -> dict[str, Any]:
         """DeepSeek-V3.2's indexer."""
         blocks = self.num_seqs * self.index_length // 64
@@ -203,6 +231,11 @@ class Shapes:
             yield "transcode", " to ".join(pair), self.transcoding(*pair)
         cache = _meta(self.num_seqs * self.length // 16, 16, 8, 128)
         yield "copy_blocks", "2 blocks", dict(cache=cache, block_mapping=_meta(2, 2, dtype=torch.int64))
+        yield "mla_project_kv", "into the cache", self.projecting()
+        yield "accumulate_scores", "decode, 32/8 heads of 128", self.scoring(1)
+        yield "accumulate_scores", "the last 32 of a prompt", self.scoring(self.prefill, last_queries=32)
+        yield "select_tokens", "half of them, averages of 5", self.keeping()
+        yield "compact_cache", "half of the rows of each head", self.compacting()
         rope = dict(x=_meta(self.tokens, 32, 128), positions=_meta(self.tokens, dtype=torch.int64))
         yield "apply_rope", "32 heads", dict(**rope, cos_sin=_meta(8192, 128, dtype=torch.float32))
         parts = dict(outs=_meta(4, self.tokens, 32, 128), lses=_meta(4, self.tokens, 32, dtype=torch.float32))

@@ -48,6 +48,12 @@ def floats(**tensors: Any) -> Iterator[str]:
             yield f"{name} is {tensor.dtype}; the Triton kernels take float32, bfloat16 and float16: convert it"
 
 
+def rope_at_read(rope_cos_sin: Any) -> Iterator[str]:
+    """No kernel rotates cached keys."""
+    if rope_cos_sin is not None:
+        yield "rope_cos_sin is given; the Triton kernel reads keys as they are stored: rotate them before caching"
+
+
 def even_pairs(dim: Any, cos_sin: Any) -> Iterator[str]:
     """What `turn_pairs` needs of a table that rotates the last of some dims."""
     if cos_sin is not None and (dim - cos_sin.shape[1]) % 2:

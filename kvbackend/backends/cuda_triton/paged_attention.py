@@ -4,8 +4,7 @@ from . import attending, cached, launching
 
 def unsupported(q, key_cache, value_cache, sinks, rope_cos_sin, **_):
     yield from launching.floats(q=q, sinks=sinks)
-    if rope_cos_sin is not None:
-        yield "rope_cos_sin is given; the Triton kernel reads keys as they are stored: rotate them before caching"
+    yield from launching.rope_at_read(rope_cos_sin)
     for name, width in (("key_cache", key_cache.shape[3]), ("value_cache", value_cache.shape[3])):
         if width > 256:
             yield f"{name} has rows of {width} numbers; the Triton kernel takes up to 256: use smaller heads"
