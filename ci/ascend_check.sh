@@ -2,7 +2,8 @@
 # For a machine with an Ascend NPU: one command that runs the backend on it and prints what to report.
 #
 #   ci/ascend_check.sh            an environment with torch, torch_npu and CANN's set_env.sh sourced
-#   ci/ascend_check.sh --dry      the same over the fake CANN of ci/npu_check.sh, to try the check itself
+#   ci/ascend_check.sh --limits   calls just past the documented limits instead: what does CANN refuse?
+#   ci/ascend_check.sh --dry      either over the fake CANN of ci/npu_check.sh, to try the check itself
 #
 # Writes $OUT/matrix.json (default: build/ascend_check) for `kvbackend matrix merge`, which refuses those of a fake.
 set -euo pipefail

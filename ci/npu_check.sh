@@ -45,3 +45,4 @@ test Ascend950DT_9591 tests/npu/device/test_logs.py
 test Ascend910_9391 tests/npu/device/test_logs.py
 echo "the check for a machine with an NPU, tried"
 ci/ascend_check.sh --dry
+ci/ascend_check.sh --dry --limits > build/npu-limits.txt || { cat build/npu-limits.txt; exit 1; }

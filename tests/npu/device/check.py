@@ -1,10 +1,12 @@
 """Run the ops on an NPU and compare with the references: nobody has done it yet. `ci/ascend_check.sh` calls it.
 
-    python -m tests.npu.device.check [--ops a,b] [--fake] [--json FILE]
+    python -m tests.npu.device.check [--ops a,b] [--fake] [--json FILE] [--limits]
 
 Each op takes its contract samples and the calls of `tests/npu/cases.py` in three dtypes; a line says how many were
-taken and refused, and what went wrong. --json writes the cells for `kvbackend matrix merge`. --fake installs the fake
-operator library first (ci/npu_check.sh's environment), to try the check itself. Exit code 1 if a call fails or differs.
+taken and refused, and what went wrong. --json writes the cells for `kvbackend matrix merge`. --limits makes calls past
+each documented limit, which CANN must refuse; a device that takes one may not survive it, so nothing else is done then.
+--fake installs the fake operator library first (ci/npu_check.sh's environment), to try the check itself. Exit code 1 if
+a call fails or differs, or is taken past a limit.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from kvbackend.matrix import Cell, copy_arguments, documents, flat_results
 from kvbackend.matrix import judge as matrix
 from kvbackend.ops import registry
 from tests.npu import cases, judge
+from tests.npu.device import probes
 from tests.npu.device.moving import ON_HOST, moved
 
 # Calls that rest on something which Ascend's documentation does not say (docs/ascend.md)
@@ -56,6 +59,7 @@ def main() -> int:
     parser.add_argument("--ops", default=",".join(judge.ADAPTED), help="comma-separated ops")
     parser.add_argument("--fake", action="store_true", help="over the fake operator library")
     parser.add_argument("--json", metavar="FILE", help="write the cells, for kvbackend matrix merge")
+    parser.add_argument("--limits", action="store_true", help="past the documented limits, instead")
     options = parser.parse_args()
     for reason in judge.NPU.missing():
         print(f"no NPU: {reason}")
@@ -70,6 +74,13 @@ def main() -> int:
     soc, here = torch_npu.npu.get_device_name(), target.current()
     print(f"{'FAKE ' if options.fake else ''}{soc}, CANN {here.cann}, torch_npu {torch_npu.__version__}", end=", ")
     print(f"torch {torch.__version__}, {platform.platform()}")
+    for name, exported in probes.operators():
+        if not exported:
+            print(f"this CANN does not have {name}")
+    if options.limits:
+        answers = list(probes.limits())
+        print(*(f"{call}: {refusal or 'TAKEN'}" for call, refusal in answers), sep="\n")
+        return int(any(not refusal for _, refusal in answers))
     cells: list[Cell] = []
     for op in options.ops.split(","):
         for dtype in judge.DTYPES:
