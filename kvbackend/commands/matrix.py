@@ -102,6 +102,7 @@ def run(
         total = sum(group.turns() for group in groups)
         for group in groups:
             found += children.run(group, begin)
+        step("cells", total, total)
     found += children.asked(ops, backends, devices, quick) if asking else ()
     return sorted(found, key=lambda cell: ops.index(cell.op))
 

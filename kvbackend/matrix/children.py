@@ -147,8 +147,8 @@ class _Child:
             stdin.write(json.dumps(asdict(self.group)).encode())
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if not self.too_late:
+    def __exit__(self, error: object, *_: object) -> None:
+        if not (self.told_end or self.too_late or error):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)  # for its exit code
         with contextlib.suppress(ProcessLookupError, PermissionError):  # everything in the group has ended already

@@ -7,6 +7,7 @@ can be kept in a repository and merged again; what contradicts itself is listed,
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -108,10 +109,18 @@ def _run(document: Mapping[str, Any]) -> Run:
     devices = set(document["chips"])
     cells = {}
     for cell in document["cells"]:
-        key = Key(**{name: str(cell[name]) for name in _KEYS} | {"device": cell["device"].partition(":")[0]})
+        key = _key(**{name: cell[name] for name in _KEYS} | {"device": cell["device"].partition(":")[0]})
         if key.device in devices:
             cells[key] = _verdict(cell["status"], cell["reasons"])
     return Run({name: document[name] for name in HEAD}, cells)
+
+
+def _key(**names: str) -> Key:
+    """The names of ops and backends are shown in Markdown: they must be such."""
+    for name in (names["op"], names["backend"]):
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"{name!r} is no name of an op or a backend")
+    return Key(**names)
 
 
 def _verdict(status: str, reasons: Iterable[str]) -> tuple[str, tuple[str, ...]]:
@@ -137,7 +146,7 @@ def pack(run: Run) -> dict[str, Any]:
 
 def _unpack(packed: Mapping[str, Any]) -> Run:
     cells = {
-        Key(group["op"], group["backend"], group["device"], dtype, kv_format, sample): _verdict(
+        _key(**{name: group[name] for name in _KEYS[:3]}, dtype=dtype, format=kv_format, sample=sample): _verdict(
             group["status"], group["reasons"]
         )
         for group in packed["groups"]
@@ -212,8 +221,7 @@ def known(op: str, kind: str, runs: Sequence[Run]) -> str:
     installed = [b for b in backends.registered().values() if b.device == kind and b.adapter(op)]
     words = {backend.name: backend.evidence_of(op) for backend in installed}
     took = {name: _found(op, name, kind, runs) for name in sorted(ran - {REFERENCE})}
-    words.update({name: found for name, found in took.items() if found or name in words})
-    words = {name: text for name, text in words.items() if text}
+    words.update({name: found for name, found in took.items() if found})  # else it ran nothing
     if not words:
         return "reference" + (f": {_found(op, REFERENCE, kind, runs)}" if REFERENCE in ran else "")
     return "; ".join(words.values() if len(words) == 1 else [f"{name}: {text}" for name, text in words.items()])

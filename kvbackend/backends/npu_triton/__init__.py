@@ -12,6 +12,7 @@ from ..npu import target
 
 DEVICE = "npu"
 ORDER = 500  # after torch_npu
+EVIDENCE = "compiled for Ascend 950, not run"
 
 TRITON_ASCEND = "3.2.0"  # what the kernels were compiled with
 
