@@ -97,14 +97,14 @@ void collect(Copies& copies, const Tensor& target, const Tensor& source, const T
 }
 
 void swap_blocks(const Tensor& source, const Tensor& target, const Tensor& block_mapping) {
+  const size_t size = page_bytes(source, "source");
+  page_bytes(target, "target");  // for its checks
   KVBACKEND_CHECK(source.sizes().slice(1) == target.sizes().slice(1) && source.dtype() == target.dtype(),
                   "source and target differ in pages or dtype; they must be alike: pass pools of one layout");
   KVBACKEND_CHECK(block_mapping.device().is_cpu() && block_mapping.dim() == 2 && block_mapping.size(1) == 2,
                   "block_mapping must be [n, 2] on the host: build it there");
   KVBACKEND_CHECK(!on_npu(source) || !on_npu(target) || source.device() == target.device(), "source is on ",
                   source.device(), " and target on ", target.device(), "; they must be on one: copy through the host");
-  const size_t size = page_bytes(source, "source");
-  KVBACKEND_CHECK(size == page_bytes(target, "target"), "pages differ in size: pass pools of one layout");
   const c10_npu::NPUGuard guard(on_npu(source) ? source.device() : target.device());
   const uint32_t device = guard.current_device().index();
 

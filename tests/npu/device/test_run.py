@@ -44,6 +44,7 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> dict:
 def test_a_model_generates_the_same_with_its_keys_and_values_on_the_npu(capsys, monkeypatch, fake_npu) -> None:
     from kvbackend.integrations.transformers import cache
 
+    monkeypatch.setenv("KVBACKEND_FALLBACK", "silent")  # on the CPU the references do too
     on_cpu = run(capsys, "--kv-format", "fp16")
     monkeypatch.setattr(cache, "Store", store_on_npu())
     fake_npu.calls.clear()
