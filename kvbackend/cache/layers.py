@@ -20,6 +20,17 @@ Scales = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
+class PageSizes:
+    """What the pages of all layers of a cache have in common: arguments of PagedCache, which says what they mean."""
+
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    layout: str
+
+
+@dataclass(frozen=True)
 class GqaLayer:
     """A layer of multi-head, grouped-query or multi-query attention.
 
@@ -61,24 +72,16 @@ class GqaLayer:
                 f"{key.width} numbers of {key.storage} and a value {value.width} of {value.storage}: choose NHD or HND"
             )
 
-    def allocate(
-        self,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: str,
-        kv_format: str = "auto",
-        scales: Scales | None = None,
-    ) -> GqaPages:
+    def allocate(self, sizes: PageSizes, kv_format: str = "auto", scales: Scales | None = None) -> GqaPages:
         """Pages that are not initialized; the layouts are those of `kvbackend.layouts`. Scales are dense in each."""
-        self.check_layout(layout, dtype, kv_format)
-        parts = self.parts(dtype, kv_format)
-        static = static_scales(self, dtype, kv_format, scales)
+        num_blocks, block_size, device, layout = sizes.num_blocks, sizes.block_size, sizes.device, sizes.layout
+        self.check_layout(layout, sizes.dtype, kv_format)
+        parts = self.parts(sizes.dtype, kv_format)
+        static = static_scales(self, sizes.dtype, kv_format, scales)
         key, value = parts
         if key.storage == value.storage:
-            sizes = num_blocks, block_size, self.kv_heads, key.width, value.width
-            caches = allocate_kv(*sizes, dtype=key.storage, device=device, layout=layout)
+            shape = num_blocks, block_size, self.kv_heads, key.width, value.width
+            caches = allocate_kv(*shape, dtype=key.storage, device=device, layout=layout)
         else:
             caches = (
                 key.pages(num_blocks, block_size, device, layout),
@@ -137,28 +140,20 @@ class MlaLayer:
                 f"stores the latent in another dtype: choose NHD or HND"
             )
 
-    def allocate(
-        self,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: str,
-        kv_format: str = "auto",
-        scales: Scales | None = None,
-    ) -> MlaPages:
+    def allocate(self, sizes: PageSizes, kv_format: str = "auto", scales: Scales | None = None) -> MlaPages:
         """Pages that are not initialized.
 
         "interleaved" keeps both parts of a token beside each other, as slices of one tensor [num_blocks, block_size,
         kv_lora_rank + qk_rope_head_dim]; "NHD" and "HND", which are the same where all heads share a row, keep them in
         two tensors.
         """
-        self.check_layout(layout, dtype, kv_format)
-        latent, rotary = self.parts(dtype, kv_format)
-        (scale, _) = static_scales(self, dtype, kv_format, scales)
+        num_blocks, block_size, device, layout = sizes.num_blocks, sizes.block_size, sizes.device, sizes.layout
+        self.check_layout(layout, sizes.dtype, kv_format)
+        latent, rotary = self.parts(sizes.dtype, kv_format)
+        (scale, _) = static_scales(self, sizes.dtype, kv_format, scales)
         if layout == "interleaved":
             dims = self.kv_lora_rank, self.qk_rope_head_dim
-            rows = empty_pages(num_blocks, block_size, sum(dims), dtype=dtype, device=device)
+            rows = empty_pages(num_blocks, block_size, sum(dims), dtype=sizes.dtype, device=device)
             ckv_cache, kpe_cache = rows.split(dims, dim=-1)
             return MlaPages(ckv_cache, kpe_cache, kv_format)
         return MlaPages(

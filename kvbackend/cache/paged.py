@@ -15,8 +15,9 @@ from torch import Tensor
 from .. import formats, ops
 from ..errors import ArgumentError
 from . import kivi
+from .dsa import DsaPages
 from .kept import Append, Kept
-from .layers import FullRows, GqaPages, Layer, MlaPages, Pages, Scales, static_scales
+from .layers import FullRows, GqaPages, Layer, MlaPages, Pages, PageSizes, Scales, static_scales
 from .parts import is_quantized
 from .pool import BlockPool
 
@@ -197,12 +198,13 @@ class PagedCache:
         self, num_blocks: int, keep_blocks: int, full_blocks: Tensor, scales: Sequence[Scales | None]
     ) -> tuple[Pages, ...]:
         """Pages of every layer, with blocks in full precision where some are kept and the layer has codes."""
-        sizes = self.block_size, self.dtype, self.device, self.layout
+        sizes = PageSizes(num_blocks, self.block_size, self.dtype, self.device, self.layout)
         layers: list[Pages] = []
         for spec, name, given in zip(self.specs, self.kv_formats, scales, strict=True):
-            pages = spec.allocate(num_blocks, *sizes, name, given)
+            pages = spec.allocate(sizes, name, given)
             if keep_blocks and is_quantized(name):
-                pages = replace(pages, full=FullRows(spec.allocate(keep_blocks, *sizes), full_blocks))
+                kept = spec.allocate(replace(sizes, num_blocks=keep_blocks))
+                pages = replace(pages, full=FullRows(kept, full_blocks))
             layers.append(pages)
         return tuple(layers)
 
@@ -665,6 +667,8 @@ class PagedCache:
 
     def _gather(self, pages: Pages, batch: dict[str, Any], length: int) -> tuple[Tensor, Tensor]:
         """The rows of one sequence, in the cache's dtype."""
+        if isinstance(pages, DsaPages) and pages.in_records:
+            return pages.unpacked(batch["block_table"][0], length, self.dtype)
         own = formats.of_dtype(str(self.dtype)).name
         found = []
         for role, arguments in zip(("key", "value"), pages.gather_arguments, strict=True):

@@ -38,9 +38,10 @@ class DsaConfig:
     index_interleaved: bool = False
     rms_norm_eps: float = 1e-6
 
-    def layer(self, selects: bool = True, index_format: str = "auto") -> DsaLayer:
+    def layer(self, selects: bool = True, index_format: str = "auto", latent_format: str = "auto") -> DsaLayer:
         """What PagedCache is told of a layer."""
-        return DsaLayer(self.kv_lora_rank, self.qk_rope_head_dim, self.index_dim if selects else 0, index_format)
+        index_dim = self.index_dim if selects else 0
+        return DsaLayer(self.kv_lora_rank, self.qk_rope_head_dim, index_dim, index_format, latent_format)
 
 
 class DeepseekV32Attention(nn.Module):
@@ -103,7 +104,7 @@ class DeepseekV32Attention(nn.Module):
         weight = self.kv_b_proj.weight.unflatten(0, (config.num_heads, -1))  # [H, nope + v, kv_lora_rank]
         w_uk, w_uv = weight.split((config.qk_nope_head_dim, config.v_head_dim), 1)
         latent, _ = ops.sparse_mla_attention(
-            ops.absorb_q(q_nope, w_uk), q_pe, *pages.caches, **batch, topk_indices=topk_indices,
+            ops.absorb_q(q_nope, w_uk), q_pe, **pages.attention_arguments, **batch, topk_indices=topk_indices,
             softmax_scale=config.softmax_scale,
         )  # fmt: skip
         return self.o_proj(ops.project_out(latent, w_uv).flatten(1)), topk_indices

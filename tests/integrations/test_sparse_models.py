@@ -127,6 +127,56 @@ def test_greedy_tokens_on_the_cpu_kernels(name, patched):
         same(generate(patched(name), prompt((0,))), want)
 
 
+# Records hold rows of one width, so these models are wider; all is selected, so that rounded index keys change nothing.
+# The root of the mean square of what E4M3 rounds off is 0.026 of a number; each layer adds at most as much.
+WIDE = {
+    "deepseek v3.2": ("v32_fp8_656", 2 * (656 + 132)),
+    "glm-5": ("v32_fp8_656", 2 * (656 + 132)),
+    "deepseek v4": ("v4_fp8_584", 2 * (584 + 132) / 4 + 584 / 8),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_generation_over_records(name):
+    kv_format, bytes_per_token = WIDE[name]
+    model_type, options = SPARSE[name]
+    sizes = dict(kv_lora_rank=512, qk_rope_head_dim=64)
+    if model_type == "deepseek_v4":
+        sizes = dict(head_dim=512, partial_rotary_factor=64 / 512)
+    model = patch(build(model_type, **{**options, **sizes, "index_head_dim": 128, "index_topk": 64}), block_size=8)
+    inputs = prompt((0,))
+    with torch.no_grad():
+        want = model(**inputs, cache=new_cache(model)).logits
+        cache = new_cache(model, kv_format=kv_format)
+        got = model(**inputs, cache=cache).logits
+    assert cache.pages.bytes_per_token == bytes_per_token
+    assert 1e-3 < (got - want).norm() / want.norm() < 0.026 * len(cache.layers)
+    whole = generate(model, inputs, cache=new_cache(model, kv_format=kv_format), max_new_tokens=4)
+    chunks = new_cache(model, kv_format=kv_format)
+    again = generate(model, inputs, cache=chunks, max_new_tokens=4, prefill_chunk_size=4)
+    assert torch.equal(again.sequences, whole.sequences)
+    moved = torch.stack(again.logits) - torch.stack(whole.logits)  # float32 rounds otherwise, and few codes flip
+    assert moved.norm() / torch.stack(whole.logits).norm() < 0.1 * (got - want).norm() / want.norm()
+    unpatch(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_format", "message"),
+    [
+        (
+            "deepseek v3.2",
+            "v4_fp8_584",
+            "whose records hold shared_kv; this model caches mla: choose 'auto' or one of v32",
+        ),
+        ("deepseek v4", "v32_fp8_656", "whose records hold mla; this model caches shared_kv"),
+        ("deepseek v3.2", "int8", "record is 'int8'; it must be one of"),
+    ],
+)
+def test_records_of_another_model(name, kv_format, message, patched):
+    with pytest.raises(ArgumentError, match=message):
+        new_cache(patched(name), kv_format=kv_format)
+
+
 @EVERY_MODEL
 def test_padded_rows_are_the_rows_alone(name, patched):
     """Transformers itself agrees in MLA; its DeepSeek-V4 compresses padding, so rows alone are the measure."""
@@ -276,7 +326,11 @@ def test_refusals(name, patched):
     unpatch(model)
     with pytest.raises(ArgumentError, match="a SparseCache is given to a model that is not patched"):
         model(**inputs, cache=new_cache(model))
-    with pytest.raises(UnsupportedError, match="kv_format is given; a sparse model keeps"):
+    with pytest.raises(UnsupportedError, match="keep_recent is given; a sparse model keeps"):
+        patch(model, keep_recent=4)
+    with pytest.raises(
+        UnsupportedError, match="kv_format is 'bf16'; a sparse model keeps rows as they are, or in records"
+    ):
         patch(model, kv_format="bf16")
 
 

@@ -211,7 +211,56 @@ def test_bytes_are_those_that_were_planned():
     assert config.layer(selects=False).bytes_per_token(torch.bfloat16) == 1152
 
 
+def test_latents_in_records():
+    """Rows come back within what eight bits hold, are copied with their block, and take 656 bytes."""
+    layer = DsaConfig(0.1).layer(index_format="index_fp8_132", latent_format="v32_fp8_656")
+    assert layer.bytes_per_token(torch.bfloat16) == 656 + 132
+    cache = PagedCache([layer], 6, 8, torch.bfloat16)
+    (pages,) = cache.layers
+    for tensor in pages.tensors:
+        tensor.fill_(255)
+    parent, generator = cache.new_sequence(), torch.Generator().manual_seed(0)
+    ckv, kpe = torch.randn(19, 512, generator=generator).bfloat16(), torch.randn(19, 64, generator=generator).bfloat16()
+    pages.write(cache.append(parent, 19), ckv, kpe)
+    child = cache.fork(parent)
+    pages.write(cache.append(child, 1), ckv[:1], kpe[:1])
+    for seq, count in ((parent, 19), (child, 20)):
+        got_ckv, got_kpe = cache.read(0, seq)
+        assert got_ckv.shape == (count, 512)
+        assert_close(got_ckv[:19].float(), ckv.float(), rtol=1 / 16, atol=0.01)
+        assert not torch.equal(got_ckv[:19], ckv)
+        assert torch.equal(got_kpe[:19], kpe)
+    assert torch.equal(cache.read(0, child)[1][19], kpe[0])
+
+
+def test_a_layer_over_latents_in_records():
+    """Chunks of a text give the same rows; what the codes lose is small beside what the layer makes."""
+    wide = SIZES | dict(kv_lora_rank=512, qk_rope_head_dim=64, index_dim=128)
+    config, plain = DsaConfig(0.05, **wide), None
+    for latent_format in ("auto", "v32_fp8_656"):
+        found = []
+        for cuts in ([], [1, 7, 20]):
+            module = DeepseekV32Attention(config).to(torch.float32)
+            random_(module)
+            cache = PagedCache([config.layer(latent_format=latent_format)], 48, 4, torch.float32)
+            seq, out, hidden = cache.new_sequence(), [], hidden_of(dtype=torch.float32)
+            for a, b in pairwise([0, *cuts, len(hidden)]):
+                slots, batch = cache.append_batch([seq], [b - a]), cache.batch([seq], [b - a])
+                where = torch.arange(a, b), cos_sin_table(64, 64, 1e4)
+                out.append(module(hidden[a:b], *where, *cache.layers, slots, batch)[0])
+            found.append(torch.cat(out))
+        assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+        if plain is None:
+            plain = found[0]
+        else:
+            assert 1e-4 < (found[0] - plain).norm() / plain.norm() < 0.04
+
+
 def test_refuses():
+    with pytest.raises(
+        ArgumentError, match="latent_format is 'v32_fp8_656', rows of 512 and 64 numbers; kv_lora_rank and"
+    ):
+        PagedCache([DsaLayer(16, 4, latent_format="v32_fp8_656")], 4, 4, torch.float32)
     with pytest.raises(ArgumentError, match="kv_format is 'int8'; sparse_mla_attention reads latents as they are"):
         PagedCache([DsaLayer(16, 4)], 4, 4, torch.float32, kv_format="int8")
     with pytest.raises(ArgumentError, match="index_format is 'index_fp8_132', rows of 128 numbers; index_dim is 8"):

@@ -63,7 +63,7 @@ class Model:
             for tensor in pages.by_block + pages.by_sequence:
                 tensor.view(torch.uint8).fill_(255)  # NaN in every float dtype
         rope, dtype = self.config.rope_dim, torch.float64
-        self.tables = cos_sin_table(128, rope, 1e4, dtype=dtype), cos_sin_table(128, rope, 1.6e5, YARN, dtype=dtype)
+        self.tables = cos_sin_table(256, rope, 1e4, dtype=dtype), cos_sin_table(256, rope, 1.6e5, YARN, dtype=dtype)
         self.selections: list[torch.Tensor] = []
 
     def step(self, *parts: tuple[int, torch.Tensor]) -> torch.Tensor:
@@ -217,7 +217,7 @@ def test_sequences_of_a_batch_are_alone():
             done[i] += counts[i]
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 5])
+@pytest.mark.parametrize("drafts", [0, 1, 2, 5, 31])
 def test_rejected_tokens_leave_no_trace(drafts):
     hidden, model = hidden_of(), Model(rewind=drafts)
     whole = Model().chunks(hidden, [])
@@ -232,15 +232,16 @@ def test_rejected_tokens_leave_no_trace(drafts):
     assert_close(model.step((seq, hidden[done:])), whole[done:], **EXACT)
 
 
-def test_a_prefix_of_even_length_may_be_continued_from_its_blocks():
-    """Ratio 2 leaves nothing open there. The windows must be there too: they are the fork's."""
-    hidden = hidden_of()
-    model = Model()
+@pytest.mark.parametrize("length", [31, 32, 127, 128, 129])
+def test_a_prefix_may_be_continued_from_its_blocks(length):
+    """At an even length ratio 2 leaves nothing open; at an odd one the fork's copy of the open groups counts."""
+    options = dict(num_blocks=64)
+    hidden, model = hidden_of(length + 9), Model(**options)
     parent = model.cache.new_sequence()
-    model.step((parent, hidden[:32]))
-    child, other = model.cache.fork(parent), torch.cat((hidden[:32], hidden_of(21, seed=4)))
-    model.step((parent, hidden[32:]))
-    assert_close(model.step((child, other[32:])), Model().chunks(other, [])[32:], **EXACT)
+    model.step((parent, hidden[:length]))
+    child, other = model.cache.fork(parent), torch.cat((hidden[:length], hidden_of(9, seed=4)))
+    model.step((parent, hidden[length:]))
+    assert_close(model.step((child, other[length:])), Model(**options).chunks(other, [])[length:], **EXACT)
 
 
 # ------------------------------------------------------------------------------------------------- two-level selection

@@ -162,6 +162,21 @@ def test_any_chunks_give_the_same_bits(kind, dtype):
 
 
 @EVERY_KIND
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127, 128, 129, 1025, 1026])
+def test_lengths_around_groups_windows_and_tiles(kind, tokens):
+    """After 0, or an odd or even number of tokens: the next call's rows are the whole text's."""
+    call = inputs(kind, tokens) | dict(cos_sin=cos_sin_table(1100, 4, 1e4, dtype=torch.float64))
+    rows, positions = whole(call)
+    assert positions == list(
+        range(0, tokens // call["compress_ratio"] * call["compress_ratio"], call["compress_ratio"])
+    )
+    for start in {tokens // 2, tokens // 2 + 1, tokens - 1} - {tokens}:
+        got, got_positions = in_chunks(call, [start], new_state(call))
+        assert torch.equal(got, rows), start
+        assert got_positions == positions
+
+
+@EVERY_KIND
 def test_a_batch_is_its_sequences_alone_in_any_order(kind):
     """Also the packing: sequences in order, entries in order, the rest unused at the end."""
     spans = [(0, 13), (5, 6), (0, 0), (11, 12), (3, 20), (7, 10)]

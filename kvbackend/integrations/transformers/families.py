@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ... import cache
+from ... import cache, formats
 from ...cache import SharedKvCache, SharedKvLayer
 from ...models import DeepseekV4Attention, DeepseekV32Attention, DsaConfig, SharedKvConfig
 
@@ -39,8 +39,12 @@ class Family:
         """Our module of the same parameters."""
         raise NotImplementedError
 
-    def new_pages(self, batch: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """A cache for that many rows, and as many forks of them."""
+    holds = ""  # what its cached rows are, as records say it
+
+    def new_pages(
+        self, batch: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, kv_format: str
+    ) -> Any:
+        """A cache for that many rows, and as many forks of them; kv_format "auto", or a record that holds the rows."""
         raise NotImplementedError
 
     def block_size(self, wanted: int) -> int:
@@ -97,9 +101,14 @@ class DsaFamily(Family):
             module.q_a_layernorm.variance_epsilon,
         )  # fmt: skip
 
-    def new_pages(self, batch: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
+    holds = "mla"
+
+    def new_pages(
+        self, batch: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, kv_format: str
+    ) -> Any:
         """A PagedCache of DsaLayers."""
-        layers = [self._config(module).layer(module.indexer is not None) for module in self.modules]
+        made = dict(index_format=index_format(kv_format), latent_format=kv_format)
+        layers = [self._config(module).layer(module.indexer is not None, **made) for module in self.modules]
         return cache.PagedCache(layers, num_blocks, block_size, dtype, device)
 
     def begin(self, pages: Any, rows: Sequence[int], counts: Sequence[int]) -> Any:
@@ -145,11 +154,17 @@ class V4Family(Family):
         step = math.lcm(*(self._layer(module).compress_ratio or 1 for module in self.modules))
         return -(-wanted // step) * step
 
-    def new_pages(self, batch: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
+    holds = "shared_kv"
+
+    def new_pages(
+        self, batch: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, kv_format: str
+    ) -> Any:
         """A SharedKvCache; a beam search forks all rows before it frees the old ones."""
         layers, config = [self._layer(module) for module in self.modules], self.modules[0].config
-        sizes = dict(head_dim=config.head_dim, window=config.sliding_window)
-        return SharedKvCache(layers, num_blocks, block_size, 2 * batch, dtype, device, **sizes)
+        return SharedKvCache(
+            layers, num_blocks, block_size, 2 * batch, dtype, device, config.head_dim, config.sliding_window,
+            window_format=kv_format, kv_format=kv_format, index_format=index_format(kv_format),
+        )  # fmt: skip
 
     def begin(self, pages: Any, rows: Sequence[int], counts: Sequence[int]) -> Any:
         """The batch."""
@@ -162,6 +177,11 @@ class V4Family(Family):
         length = max(batch.block_table.shape[1] * pages.sizes.block_size, 1)
         cos_sin = tables.get(prefix, length, hidden.device)
         return self.call(index, hidden, cos_sin, pages.layers[index], batch), None
+
+
+def index_format(kv_format: str) -> str:
+    """How the index keys beside rows in this format are stored."""
+    return "auto" if kv_format == "auto" else formats.record(kv_format).index or "auto"
 
 
 FAMILIES: dict[str, type[Family]] = {

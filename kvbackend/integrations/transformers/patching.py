@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from ... import formats
 from ... import profile as profiles
 from ...errors import ArgumentError, UnsupportedError
 from . import families, sparse
@@ -25,7 +26,7 @@ from .store import Options
 
 TESTED = ((5, 19), (5, 24))  # first and last release line that the tests run against
 LAYER_TYPES = ("full_attention", "sliding_attention")
-SPARSE_OPTIONS = {"block_size", "num_blocks"}  # that a SparseCache has too
+SPARSE_OPTIONS = {"block_size", "num_blocks", "kv_format"}  # that a SparseCache has too
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -117,8 +118,13 @@ def _option_reasons(options: dict[str, Any]) -> Iterator[str]:
     given = [name for name, value in options.items() if name not in SPARSE_OPTIONS and value != defaults[name]]
     if given:
         yield (
-            f"{', '.join(given)} is given; a sparse model keeps what its layers were trained with, in its own dtype: "
-            f"pass no other option than {' and '.join(sorted(SPARSE_OPTIONS))}"
+            f"{', '.join(given)} is given; a sparse model keeps what its layers were trained with: "
+            f"pass no other option than {', '.join(sorted(SPARSE_OPTIONS))}"
+        )
+    if options.get("kv_format", "auto") not in ("auto", *formats.record_names()):
+        yield (
+            f"kv_format is {options['kv_format']!r}; a sparse model keeps rows as they are, or in records: pass "
+            f"'auto', v32_fp8_656 (DeepSeek-V3.2, GLM-5) or v4_fp8_584 (DeepSeek-V4)"
         )
 
 

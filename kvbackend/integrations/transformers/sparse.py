@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ... import formats
 from ...errors import ArgumentError
 from .cache import MIN_BLOCKS, CountingLayer
 from .families import Family, Tables
@@ -44,18 +45,28 @@ class SparseCache(Cache):
     family       of the model
     block_size   tokens of a block; DeepSeek-V4 rounds it up to a multiple of its compression rates
     num_blocks   blocks of the pool; None: the pool starts small and doubles
+    kv_format    "auto": rows in the model's dtype. Or the record that holds them: v32_fp8_656 (DeepSeek-V3.2, GLM-5),
+                 v4_fp8_584 (DeepSeek-V4, window and compressed rows), with index keys in the record beside it
 
-    `pages` is the cache underneath, in the model's dtype, None before the first forward. Beams share blocks until they
+    `pages` is the cache underneath, None before the first forward. Beams share blocks until they
     differ. One cache holds one batch; `reset()` empties it for another.
     """
 
     layers: list[SparseLayer]  # type: ignore[assignment]  # the base class allows more kinds
 
-    def __init__(self, family: Family, block_size: int = 16, num_blocks: int | None = None) -> None:
+    def __init__(
+        self, family: Family, block_size: int = 16, num_blocks: int | None = None, kv_format: str = "auto"
+    ) -> None:
+        if kv_format != "auto" and formats.record(kv_format).holds != family.holds:
+            fitting = [name for name in formats.record_names() if formats.record(name).holds == family.holds]
+            raise ArgumentError(
+                f"kv_format is {kv_format!r}, whose records hold {formats.record(kv_format).holds}; this model caches "
+                f"{family.holds}: choose 'auto' or one of {', '.join(fitting)}"
+            )
         super().__init__(layers=[SparseLayer() for _ in family.modules])
         self.family = family
         self.block_size = family.block_size(block_size)
-        self.num_blocks = num_blocks
+        self.num_blocks, self.kv_format = num_blocks, kv_format
         self.tables = Tables(family.rotary)
         self.pages: Any = None
         self._rows: list[int] = []  # a sequence of `pages` for each row of the batch
@@ -110,7 +121,8 @@ class SparseCache(Cache):
         wanted = sum(-(-count // self.block_size) + 1 for count in counts)  # and a copy of each row's last block
         if self.pages is None:
             num_blocks = self.num_blocks or max(MIN_BLOCKS, 2 * wanted)
-            self.pages = self.family.new_pages(batch, num_blocks, self.block_size, hidden.dtype, hidden.device)
+            sizes = batch, num_blocks, self.block_size, hidden.dtype, hidden.device
+            self.pages = self.family.new_pages(*sizes, self.kv_format)
         if not self._rows:
             self._rows = [self.pages.new_sequence() for _ in range(batch)]
         pool = self.pages.pool
