@@ -1,7 +1,7 @@
 // Rows of one vector each into their slots, as they are or packed as records.
 #include "copy_rows.h"
 #include "encode.h"
-#include "records.h"
+#include "record_rows.h"
 
 namespace kvbackend::KVBACKEND_ISA {
 namespace {
@@ -10,14 +10,12 @@ constexpr int64_t kMostScales = 64;  // of a row, and a multiple of every vector
 
 bool is(const char* text, const char* wanted) { return !std::strcmp(text, wanted); }
 
-// Pages [nb, page_bytes] of a record, and how a row is packed: codecs/records.py, to the bit.
-class RecordPages {
+// How a row is packed into pages of a record: codecs/records.py, to the bit.
+class RecordWriter {
  public:
-  RecordPages(const Tensor& cache, const Record& record, int64_t block_size)
+  RecordWriter(const Tensor& cache, const Record& record, int64_t block_size)
       : record_(record),
-        block_size_(block_size),
-        block_(cache.stride(0)),
-        data_(static_cast<uint8_t*>(cache.mutable_data_ptr())),
+        pages_(cache, "cache", record, block_size),
         codes_(*record.field("codes")),
         scales_(*record.field("scales")),
         rope_(record.field("rope")),
@@ -55,7 +53,7 @@ class RecordPages {
 
  private:
   uint8_t* at(int64_t slot, int64_t plane) const {
-    return data_ + slot / block_size_ * block_ + record_.start(block_size_, slot % block_size_, plane);
+    return const_cast<uint8_t*>(pages_.row(plane, slot / pages_.block_size(), slot % pages_.block_size()));
   }
   uint8_t* at(int64_t slot, const Field& field) const { return at(slot, field.plane) + field.offset; }
 
@@ -126,8 +124,7 @@ class RecordPages {
   static constexpr int64_t kLine = 64;
 
   const Record& record_;
-  int64_t block_size_, block_;
-  uint8_t* data_;
+  const RecordPages pages_;
   const Field &codes_, &scales_;
   const Field* rope_;
   bool pairs_, held_by_scale_, nan_scales_, permuted_;
@@ -152,7 +149,7 @@ void store_rows(const Tensor& rows, const Tensor& cache, const Tensor& slot_mapp
   expect_rank(cache, "cache", 2);
   expect_dtype(cache, "cache", ScalarType::Byte);
   if (block_size < 1) block_size = cache.size(1) / record.row_bytes();
-  const RecordPages pages(cache, record, std::max<int64_t>(block_size, 1));
+  const RecordWriter pages(cache, record, std::max<int64_t>(block_size, 1));
   KVBACKEND_CHECK(cache.size(1) == record.page_bytes(block_size) && cache.stride(1) == 1 && pages.width() == width,
                   "cache holds no dense pages of ", kv_format, " for rows of ", width, " numbers: pass such pages");
   const Ids slots(slot_mapping, "slot_mapping");
