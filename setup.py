@@ -4,6 +4,7 @@ The libraries use libtorch's stable ABI only, so one binary serves torch 2.10 an
 csrc/cpu/<op>.cpp is compiled once per instruction set (csrc/cpu/kernel.h). A library that cannot be built is left out
 with a message: kvbackend then runs without its kernels and says so.
 
+csrc/cuda is built where nvcc and a CUDA build of torch are; `python setup.py build_cuda` compiles it without linking.
 csrc/npu is not among them: torch_npu has no stable ABI. `python setup.py build_npu` compiles it against the torch_npu
 that is installed, for this source tree; no wheel carries it.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -37,12 +39,17 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefe
 AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # for the files that register such a variant
 if os.environ.get("KVBACKEND_EMULATE_TILES"):
     AMX.append("-DKVBACKEND_EMULATED_TILES")  # for tests only: see ci/amx_emulated.sh
+CUDA_TARGETS = ("80", "90", "100", "120")  # of csrc/cuda, as far as nvcc knows them
 # plain first: where the linker meets one inline function several times it keeps the first, which every CPU can run
 VARIANTS = {"plain": [], "avx2": AVX2, "avx512": AVX512, "amx": AMX} if X86 else {"plain": []}
 
 
 class NotBuiltError(Exception):
     """Why a library is left out."""
+
+
+class NotWantedError(NotBuiltError):
+    """It is for another torch than this one: nothing to tell."""
 
 
 def cpu_library(build: Path, target: Path) -> None:
@@ -73,7 +80,7 @@ def npu_library(build: Path, torch_npu: Path, target: Path) -> None:
     import torch
 
     stamps, _ = from_python()
-    sources = sorted((SOURCES / "npu").glob("*.cpp"))
+    sources = [*sorted((SOURCES / "npu").glob("*.cpp")), SOURCES / "common" / "stamp.cpp"]
     write_stamp(build, (stamps[path.stem] for path in sources if path.stem in stamps))
     own = torch_npu / "include"
     parts = ("third_party/acl/inc", "third_party/hccl/inc", "third_party/op-plugin")
@@ -84,6 +91,41 @@ def npu_library(build: Path, torch_npu: Path, target: Path) -> None:
     libraries = [f"-L{path}" for path in (torch_npu / "lib", *torch_library_paths())]
     libraries += ["-ltorch_npu", "-ltorch", "-ltorch_cpu", "-lc10"]
     compile_and_link(common, [(path, build / f"{path.stem}.o", []) for path in sources], libraries, target)
+
+
+def cuda_library(build: Path, target: Path) -> None:
+    """Compile csrc/cuda and link it, where torch is a CUDA build."""
+    import torch
+
+    if torch.version.cuda is None:
+        raise NotWantedError(f"torch {torch.__version__} is built without CUDA; csrc/cuda links against libtorch_cuda")
+    objects = cuda_objects(build)
+    libraries = [f"-L{path}" for path in torch_library_paths("cuda")]
+    libraries += ["-ltorch_cuda", "-ltorch_cpu", "-ltorch", "-lc10_cuda", "-lc10", "-lcudart"]
+    link(os.environ.get("CXX", "c++"), objects, libraries, target)
+
+
+def cuda_objects(build: Path, *flags: str) -> list[Path]:
+    """Compile csrc/cuda for the generations that this nvcc knows: machine code, and PTX for later ones."""
+    stamps, tables = from_python()
+    sources = sorted((SOURCES / "cuda").glob("*.cu"))
+    write_stamp(build, (stamps[path.stem] for path in sources))
+    write_if_changed(build / "records.inc", tables["records.inc"])
+    nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
+    if not nvcc:
+        raise NotBuiltError("there is no nvcc; csrc/cuda is compiled by it: install the CUDA toolkit or set NVCC")
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    targets = [number for number in CUDA_TARGETS if f"sm_{number}" in known]
+    common = [
+        "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", "-DUSE_CUDA", "-DKVBACKEND_ISA=cuda",
+        f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", f"-I{build}", *(f"-I{path}" for path in torch_includes()), *flags,
+        *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in targets),
+        f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}",
+    ]  # fmt: skip
+    jobs = [(path, build / f"{path.stem}.o") for path in (*sources, SOURCES / "common" / "stamp.cpp")]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: compile_one(nvcc, common, *job, []), jobs))
+    return [output for _, output in jobs]
 
 
 def write_stamp(build: Path, schemas: Iterable[str]) -> None:
@@ -98,10 +140,13 @@ def compile_and_link(
     compiler = os.environ.get("CXX", "c++")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compile_one(compiler, common, *job), jobs))
+    link(compiler, [output for _, output, _ in jobs], libraries, target)
+
+
+def link(compiler: str, objects: list[Path], libraries: list[str], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    objects = [str(output) for _, output, _ in jobs]
     linked = target.with_suffix(".tmp")
-    run([compiler, "-shared", "-Wl,-soname," + target.name, *objects, *libraries, "-o", str(linked)])
+    run([compiler, "-shared", "-Wl,-soname," + target.name, *map(str, objects), *libraries, "-o", str(linked)])
     linked.replace(target)  # whoever has the old library mapped keeps it
 
 
@@ -111,7 +156,7 @@ def compile_one(compiler: str, common: list[str], source: Path, output: Path, fl
     command = [compiler, *common, *flags, "-MMD", "-MF", str(made_from), "-c", str(source), "-o", str(output)]
     if made_by.exists() and made_by.read_text() == " ".join(command):
         # the compiler wrote "object: source header header ..."
-        inputs = [Path(name) for name in made_from.read_text().replace("\\\n", " ").split()[1:]]
+        inputs = [Path(name) for name in made_from.read_text().replace("\\\n", " ").partition(":")[2].split()]
         if output.stat().st_mtime > max(path.stat().st_mtime if path.exists() else float("inf") for path in inputs):
             return
     made_by.unlink(missing_ok=True)
@@ -153,13 +198,13 @@ def torch_includes() -> list[str]:
     return include_paths()
 
 
-def torch_library_paths() -> list[str]:
+def torch_library_paths(device: str = "cpu") -> list[str]:
     from torch.utils.cpp_extension import library_paths
 
-    return library_paths()
+    return library_paths(device)
 
 
-LIBRARIES = {"cpu": cpu_library}
+LIBRARIES = {"cpu": cpu_library, "cuda": cuda_library}
 
 
 class BuildLibraries(build_ext):
@@ -179,9 +224,8 @@ class BuildLibraries(build_ext):
                 self.built.append(device)
             except (NotBuiltError, ImportError) as error:
                 target.unlink(missing_ok=True)  # an older one would hide that this one is not built
-                print(
-                    f"kvbackend: the {device} kernels are NOT built; the references will run.\n{error}", file=sys.stderr
-                )
+                if not isinstance(error, NotWantedError):
+                    print(f"kvbackend: the {device} kernels are NOT built; others will run.\n{error}", file=sys.stderr)
         super().run()
 
     def build_extension(self, extension: Extension) -> None:
@@ -197,6 +241,25 @@ class BuildLibraries(build_ext):
             super().build_extension(extension)
         except Exception as error:  # no compiler, no pybind11: the module only carries facts
             print(f"kvbackend: the module kvbackend._build is NOT built.\n{error}", file=sys.stderr)
+
+
+class BuildCuda(Command):
+    """Compile csrc/cuda without linking it, which a CPU build of torch allows, and show what ptxas says."""
+
+    description = "compile csrc/cuda for every GPU generation, with the resources of each kernel"
+    user_options = []  # noqa: RUF012  (setuptools reads it of the class)
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        build = ROOT / "build" / f"cuda-{platform.machine()}-resources"
+        shutil.rmtree(build, ignore_errors=True)  # what is not compiled again says nothing
+        try:
+            cuda_objects(build, "-Xptxas", "-v")
+        except NotBuiltError as error:
+            raise SystemExit(f"csrc/cuda does not compile.\n{error}") from error
 
 
 class BuildNpu(Command):
@@ -229,4 +292,4 @@ class BuildNpu(Command):
 module = Extension(
     "kvbackend._build", ["csrc/module.cpp"], extra_compile_args=["-std=c++17", "-fvisibility=hidden"], optional=True
 )
-setup(ext_modules=[module], cmdclass={"build_ext": BuildLibraries, "build_npu": BuildNpu})
+setup(ext_modules=[module], cmdclass={"build_ext": BuildLibraries, "build_cuda": BuildCuda, "build_npu": BuildNpu})

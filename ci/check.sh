@@ -7,7 +7,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 if command -v clang-format >/dev/null; then
-  git ls-files 'csrc/*.cpp' 'csrc/*.h' 'tests/*.cpp' | xargs clang-format --dry-run --Werror
+  git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' | xargs clang-format --dry-run --Werror
 else
   echo "clang-format is not installed: C++ layout not checked"
 fi

@@ -30,6 +30,8 @@ FOLDER = Path(__file__).parent / "_lib"
 CPU_ISAS = ("plain", "avx2", "avx512", "amx")  # what KVBACKEND_CPU_ISA may force (csrc/cpu/isa.cpp)
 MIN_TORCH = (2, 10)  # TORCH_TARGET_VERSION of the libraries (setup.py)
 _BUILDING = {"npu": "python setup.py build_npu"}  # in the source tree
+_COMPILER = "a C++17 compiler builds them"
+_BUILDERS = {"cuda": "nvcc and a CUDA build of torch make them"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def library(device: str) -> DeviceLibrary:
         return DeviceLibrary(reason=f"torch is {torch.__version__}; the kernels need 2.10 or newer: upgrade torch")
     if not path.exists():
         return DeviceLibrary(
-            reason=f"the {device} kernels are not built, {path.name} is missing; a C++17 compiler builds them: "
+            reason=f"the {device} kernels are not built, {path.name} is missing; {_BUILDERS.get(device, _COMPILER)}: "
             f"run `{building(device)}` in the source tree and read its output"
         )
     try:
