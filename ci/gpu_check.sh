@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# One run for a machine with one NVIDIA GPU and 8 minutes: contract samples, graph capture, and times of the Triton
-# kernels. Writes $OUT/gpu_check.json and, for `kvbackend matrix merge`, $OUT/matrix.json (default: build/gpu_check).
+# One run for a machine with one NVIDIA GPU and 8 minutes: installed providers and contract samples against the reference,
+# graph capture, and times of the Triton kernels and of whatever else takes the call. Writes $OUT/gpu_check.json and, for
+# `kvbackend matrix merge`, $OUT/matrix.json (default: build/gpu_check).
 # --dry runs to its end on the CPU: kernels interpreted, tiny sizes, no graph, times that mean nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."

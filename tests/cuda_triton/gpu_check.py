@@ -1,10 +1,13 @@
-"""What ci/gpu_check.sh runs: three parts, each of which writes what it found before the next begins.
+"""What ci/gpu_check.sh runs: four parts, each of which writes what it found before the next begins.
 
+providers  the libraries that are installed (FlashMLA, FlashInfer, DeepGEMM) on the cases of tests/providers, against
+           the reference in float64
 contract   every op's samples on the GPU against the reference in float64; also in matrix.json, which
            `kvbackend matrix merge` reads
 graphs     each hot call captured, replayed on other values, compared to the bit with the call itself
-times      medians by CUDA events, GB/s and TFLOP/s, as percents of a copy and of a matmul measured here, and
-           torch's own attention on the same numbers, dense
+times      medians by CUDA events, GB/s and TFLOP/s, as percents of a copy and of a matmul measured here, on
+           sizes that fill the chip; beside them every other backend that takes the call, and torch's own attention on
+           the same numbers, dense
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from kvbackend import backends
 from kvbackend.matrix import Cell, cells, copy_arguments, difference, documents, summarize
 from kvbackend.ops import registry
 
-from . import interpreted, shapes
+from . import interpreted, peers, shapes
 
 PEERS = ("flashinfer", "flash_mla", "flash_attn", "deep_gemm")
-SECONDS = 300  # of the 8 minutes, after which contract samples stop
+SECONDS = 440  # of the 8 minutes, after which contract samples, which come last, stop
+DRY_TIMES = 4  # calls of the longer list that are timed on the CPU
 
 
 class Check:
@@ -63,24 +67,31 @@ class Check:
             self.write_cells(list(cells(["copy_blocks"], ["reference"])))
             return not faults
         report, good, found = {}, True, list[Cell]()
-        for name in launchable():
+        for name, backend in launchable():
             if time.monotonic() - self.start > SECONDS:
-                report[name] = "not run: out of time"
+                report[f"{name}, {backend}"] = "not run: out of time"
                 good = False
                 continue
-            judged = list(cells([name], ["cuda_triton"], "cuda"))
+            judged = list(cells([name], [backend], "cuda"))
             found += judged
-            report[name] = {
+            report[f"{name}, {backend}"] = {
                 **summarize(judged),
                 "faults": [(cell.sample, cell.dtype, cell.reasons) for cell in judged if cell.status == "fail"][:10],
             }
-            good = good and not report[name]["faults"]
+            good = good and not report[f"{name}, {backend}"]["faults"]
         self.write("contract", report)
         self.write_cells(found)
         return good
 
     def write_cells(self, found: list[Cell]) -> None:
         Path(os.environ["OUT"], "matrix.json").write_text(json.dumps(documents.document(found, [self.device])))
+
+    # ------------------------------------------------------------------------------------------------ providers
+
+    def providers(self) -> bool:
+        report = peers.verdicts(self.device, self.dry)
+        self.write("providers", report)
+        return peers.good(report)
 
     # --------------------------------------------------------------------------------------------------- graphs
 
@@ -154,16 +165,26 @@ class Check:
         copy, matmul = self.ceilings()
         self.write("ceilings", {"copy_gbs": copy, "matmul_tflops": matmul})
         report = []
-        for name, case, call in self.calls:
+        sizes = shapes.SMALL if self.dry else shapes.LARGE
+        every = [*sizes.calls(), *peers.calls(sizes)]
+        for name, case, call in self.calls + every[-DRY_TIMES:] if self.dry else every:
             args = materialize(call, self.device)
+            others = peers.times(name, args, self.dry, self.median_us)
+            if reasons := refused(name, args):
+                report.append({"op": name, "case": case, "refused": reasons, "others": others})
+                continue
             taken = self.median_us(launcher(name, args))
             gbs = traffic(name, args) / taken / 1e3
             row = {"op": name, "case": case, "median_us": taken, "gbs": gbs, "percent_of_copy": 100 * gbs / copy}
+            row["others"] = others
             if operations := flops(name, args):
                 row["tflops"] = operations / taken / 1e6
                 row["percent_of_matmul"] = 100 * row["tflops"] / matmul
             if name == "paged_attention" and args["kv_format"] == "bf16" and "window" not in args:
-                row["sdpa_us"] = self.median_us(sdpa(args))
+                q, dense = gathered(args)
+                row["sdpa_us"] = self.median_us(sdpa(args, q, dense))
+                if q.shape[2] > 1:
+                    row["flex_us"] = self.median_us(peers.flex(args, dense, q, compiled=not self.dry))
             report.append(row)
             self.write("times", report)
         return True
@@ -174,8 +195,17 @@ def restore(args: dict[str, Any], written: dict[str, Tensor]) -> None:
         args[key].copy_(before)
 
 
-def launchable() -> list[str]:
-    return [name for name in registry if backends.registered()["cuda_triton"].adapter(name)]
+def launchable() -> list[tuple[str, str]]:
+    """Ops and the backends of our own that have them here; the libraries have a part for themselves."""
+    ours = ["cuda_triton", *(backend.name for backend in peers.installed(False) if backend.name == "cuda")]
+    return [(name, backend) for name in registry for backend in ours if backends.registered()[backend].adapter(name)]
+
+
+def refused(name: str, args: dict[str, Any]) -> list[str]:
+    """Why Triton's launcher does not take a call."""
+    adapter = backends.registered()["cuda_triton"].adapter(name)
+    assert adapter is not None
+    return list(adapter.unsupported(**registry[name].dispatcher.views(registry[name].bind((), args))))
 
 
 def launcher(name: str, args: dict[str, Any]) -> Callable[[], Any]:
@@ -193,8 +223,13 @@ def results(name: str, result: Any, args: dict[str, Any]) -> list[Tensor]:
 
 
 def materialize(call: dict[str, Any], device: str) -> dict[str, Any]:
-    """The call with numbers: full sequences over shuffled blocks, queries at their ends, codes that are finite."""
-    generator = torch.Generator().manual_seed(3)
+    """The call with numbers, drawn on the device."""
+    with torch.device(device):
+        return drawn(call, device, torch.Generator(device).manual_seed(3))
+
+
+def drawn(call: dict[str, Any], device: str, generator: torch.Generator) -> dict[str, Any]:
+    """Full sequences over shuffled blocks, queries at their ends, codes that are finite."""
     names = ("key_cache", "ckv_cache", "compressed_cache", "cache")
     cache = next((call[key] for key in names if call.get(key) is not None), None)
     made: dict[str, Any] = dict(call)
@@ -294,17 +329,24 @@ def flops(name: str, args: dict[str, Any]) -> float:
         return 2 * args["topk_indices"].numel() * args["q_nope"].shape[1] * (2 * 512 + 64)
     if name == "mla_project_kv":
         return 2 * args["hidden"].shape[0] * args["w_kva"].numel()
+    if name == "indexer_logits":
+        keys = rows_of(args, args["key_cache"]) // len(args["seq_lens"])
+        return 2 * args["q"].numel() * keys
     if name == "shared_kv_attention":
         seen = args["topk_indices"].numel() + args["window"] * args["q"].shape[0]
         return 4 * seen * args["q"].shape[1] * 512
     return 0.0
 
 
-def sdpa(args: dict[str, Any]) -> Callable[[], Any]:
-    """torch's attention on the same keys, gathered before: what paging and a varlen batch cost nothing."""
+def gathered(args: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """Queries [B, H, n, D], and the same keys and values dense, [B, Hk, S, D]."""
     table, num_seqs = args["block_table"].long(), len(args["seq_lens"])
-    dense = [args[name][table].flatten(1, 2).transpose(1, 2) for name in ("key_cache", "value_cache")]  # [B, Hk, S, D]
-    q = args["q"].unflatten(0, (num_seqs, -1)).transpose(1, 2)
+    dense = [args[name][table].flatten(1, 2).transpose(1, 2) for name in ("key_cache", "value_cache")]
+    return args["q"].unflatten(0, (num_seqs, -1)).transpose(1, 2), dense
+
+
+def sdpa(args: dict[str, Any], q: Tensor, dense: list[Tensor]) -> Callable[[], Any]:
+    """torch's attention on dense keys: paging and a varlen batch cost nothing there."""
     queries, length = q.shape[2], dense[0].shape[2]
     mask = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)
     return lambda: torch.nn.functional.scaled_dot_product_attention(
@@ -314,7 +356,7 @@ def sdpa(args: dict[str, Any]) -> Callable[[], Any]:
 
 def main(arguments: list[str]) -> int:
     check = Check("--dry" in arguments)
-    good = [check.contract(), check.graphs(), check.times()]
+    good = [check.providers(), check.graphs(), check.times(), check.contract()]
     print(json.dumps(check.found, indent=1, default=str) if all(good) else "faults: see gpu_check.json")
     try:
         print(f"kvbackend {version('kvbackend')}")

@@ -261,4 +261,5 @@ class Shapes:
 
 
 FULL = Shapes()
+LARGE = Shapes(num_seqs=64, length=8192, prefill=256, tokens=8192)  # fills a large GPU
 SMALL = Shapes(num_seqs=2, length=64, prefill=8, index_length=128, topk=16, tokens=3, mla_heads=16)

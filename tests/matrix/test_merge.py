@@ -47,9 +47,9 @@ def made(kind: str, *cells: tuple[str, ...], **head: Any) -> dict[str, Any]:
 
 H200 = made(
     "cuda",
-    ("copy_blocks", "cuda_triton", "pass", "padding", "float32"),
-    ("copy_blocks", "cuda_triton", "pass", "padding", "bfloat16"),
-    ("copy_blocks", "reference", "pass", "padding", "float32"),
+    ("gather_cache", "cuda_triton", "pass", "padding", "float32"),
+    ("gather_cache", "cuda_triton", "pass", "padding", "bfloat16"),
+    ("gather_cache", "reference", "pass", "padding", "float32"),
     ("reshape_and_cache", "cuda_triton", "pass", "decode", "float32"),
     ("reshape_and_cache", "cuda_triton", "fail", "window", "float32"),
     ("reshape_and_cache", "cuda_triton", "refused", "sinks", "float32"),
@@ -79,7 +79,7 @@ def test_without_runs_the_backends_own_words_stand() -> None:
     assert "not run" in triton.evidence
     assert merge.known("absorb_q", "cuda", []) == triton.evidence_of("absorb_q") != triton.evidence
     assert merge.known("paged_attention", "cpu", []) == "built, not run"
-    assert merge.known("copy_blocks", "xpu", []) == "reference"  # a kind of device that no backend serves
+    assert merge.known("gather_cache", "xpu", []) == "reference"  # a kind of device that no backend serves
     for backend in backends.registered().values():
         adapters = {op for op in registry if backend.adapter(op)}
         assert backend._evidence_of.keys() <= adapters, (
@@ -89,11 +89,11 @@ def test_without_runs_the_backends_own_words_stand() -> None:
 
 def test_a_devices_results_take_the_place_of_the_words(write) -> None:
     runs = read(write("h200.json", H200))
-    assert merge.known("copy_blocks", "cuda", runs) == "pass [1]"
+    assert merge.known("gather_cache", "cuda", runs) == "pass [1]"
     assert merge.known("reshape_and_cache", "cuda", runs) == "**1 of 3 fail**, 1 of 3 pass, 1 refused [1]"
     assert merge.known("quantize_kv", "cuda", runs) == "**1 of 1 fail**, 0 of 1 pass [1]"
     assert merge.known("apply_rope", "cuda", runs) == backends.registered()["cuda_triton"].evidence
-    assert merge.known("copy_blocks", "cpu", runs) == "built, not run"
+    assert merge.known("gather_cache", "cpu", runs) == "built, not run"
     text = merge.table(runs)
     line = "- [1] cuda: a cuda, sm\\_90; python 3.11.7, torch 2.13.0+cu130, cuda 13.0, triton 3.7.1; kvbackend 0.1.0"
     assert f"\n{line} (abc1234); 2026-12-01: 4 pass, 2 refused, 1 fail, 1 crashed\n" in text
@@ -101,10 +101,10 @@ def test_a_devices_results_take_the_place_of_the_words(write) -> None:
 
 def test_where_no_backend_ran_an_op_the_references_results_are_told(write) -> None:
     cells = (
-        ("copy_blocks", "one", "refused", "padding", "float32"),
-        ("copy_blocks", "reference", "pass", "x", "float32"),
+        ("gather_cache", "one", "refused", "padding", "float32"),
+        ("gather_cache", "reference", "pass", "x", "float32"),
     )
-    assert merge.known("copy_blocks", "xpu", read(write("xpu.json", made("xpu", *cells)))) == "reference: pass [1]"
+    assert merge.known("gather_cache", "xpu", read(write("xpu.json", made("xpu", *cells)))) == "reference: pass [1]"
 
 
 def test_what_a_backend_says_of_a_device_that_is_not_there_is_no_evidence(write) -> None:
@@ -117,10 +117,10 @@ def test_what_a_backend_says_of_a_device_that_is_not_there_is_no_evidence(write)
 
 
 def test_several_backends_of_a_device_are_told_apart(write) -> None:
-    document = made("cuda", ("copy_blocks", "elsewhere", "pass", "padding", "float32"))
+    document = made("cuda", ("gather_cache", "elsewhere", "pass", "padding", "float32"))
     runs = read(write("a.json", document))
     triton = backends.registered()["cuda_triton"].evidence
-    assert merge.known("copy_blocks", "cuda", runs) == f"cuda_triton: {triton}; elsewhere: pass [1]"
+    assert merge.known("gather_cache", "cuda", runs) == f"cuda_triton: {triton}; elsewhere: pass [1]"
 
 
 def test_merged_documents_merge_again_and_say_the_same(write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,20 +140,20 @@ def test_merged_documents_merge_again_and_say_the_same(write, capsys: pytest.Cap
 def test_contradictions_are_shown(write, capsys: pytest.CaptureFixture[str]) -> None:
     later = made(
         "cuda",
-        ("copy_blocks", "cuda_triton", "fail", "padding", "float32"),
-        ("copy_blocks", "cuda_triton", "pass", "padding", "bfloat16"),
+        ("gather_cache", "cuda_triton", "fail", "padding", "float32"),
+        ("gather_cache", "cuda_triton", "pass", "padding", "bfloat16"),
         date="2026-12-03T08:00:00Z",
         version="0.2.0",
     )
     paths = write("later.json", later), write("h200.json", H200)
     runs = read(*paths)
     assert [str(conflict) for conflict in merge.conflicts(runs)] == [
-        "copy_blocks on cuda_triton, cuda, float32, auto, 'padding': passed in [1], failed in [2]"
+        "gather_cache on cuda_triton, cuda, float32, auto, 'padding': passed in [1], failed in [2]"
     ]
-    assert merge.known("copy_blocks", "cuda", runs) == "**1 of 2 fail**, 2 of 2 pass [1][2]"
+    assert merge.known("gather_cache", "cuda", runs) == "**1 of 2 fail**, 2 of 2 pass [1][2]"
     assert main(["matrix", "merge", *paths, "--markdown"]) == 1
     shown = capsys.readouterr().out
-    assert "- Conflict: copy\\_blocks on cuda\\_triton, cuda, float32" in shown
+    assert "- Conflict: gather\\_cache on cuda\\_triton, cuda, float32" in shown
     assert "- The runs are of different versions of kvbackend: 0.1.0, 0.2.0" in shown
     assert main(["matrix", "merge", *paths, "--json"]) == 1
     [conflict] = json.loads(capsys.readouterr().out)["conflicts"]
@@ -169,7 +169,7 @@ def test_text_from_a_file_is_no_markup(write) -> None:
 
 def test_the_table_is_written_between_the_markers_of_a_readme(write, capsys: pytest.CaptureFixture[str]) -> None:
     readme = write("README.md", f"before\n\n{merge.BEGIN}\nold\n{merge.END}\n\nafter\n")
-    good = made("cuda", ("copy_blocks", "cuda_triton", "pass", "padding", "float32"))
+    good = made("cuda", ("gather_cache", "cuda_triton", "pass", "padding", "float32"))
     assert main(["matrix", "merge", write("a.json", good), "--readme", readme]) == 0
     text = Path(readme).read_text("utf-8")
     assert text.startswith(f"before\n\n{merge.BEGIN}\n\n| op | CPU | CUDA | Ascend |\n")
