@@ -104,20 +104,20 @@ def names() -> list[str]:
 def _load(name: str, package: str) -> Backend:
     try:
         module = import_module(package)
-    except ImportError as error:  # an installed plugin's fault must not take the other backends away
-        reason = f"backend package {package} cannot be imported ({error})"
+        return Backend(
+            name,
+            package,
+            module.DEVICE,
+            module.ORDER,
+            module.missing,
+            getattr(module, "WITHOUT", {}),
+            getattr(module, "EVIDENCE", TRANSLATED),
+            getattr(module, "EVIDENCE_OF", {}),
+        )
+    except (ImportError, SyntaxError, AttributeError) as error:  # a plugin's fault must not take the others away
+        reason = f"backend package {package} cannot be used ({error})"
 
         def broken() -> Iterator[str]:
-            yield f"{reason}: reinstall or remove the package that provides it"
+            yield f"{reason}: correct, reinstall or remove the package that provides it"
 
         return Backend(name, package, None, 1 << 30, broken)
-    return Backend(
-        name,
-        package,
-        module.DEVICE,
-        module.ORDER,
-        module.missing,
-        getattr(module, "WITHOUT", {}),
-        getattr(module, "EVIDENCE", TRANSLATED),
-        getattr(module, "EVIDENCE_OF", {}),
-    )

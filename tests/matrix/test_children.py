@@ -205,3 +205,12 @@ def test_what_backends_elsewhere_say(install: Callable[..., None]) -> None:
         ("refused", "has no kernel for copy_blocks")
     }
     assert not any(cell.evidence for cell in cells)
+
+
+def test_a_backend_that_is_not_whole_is_a_reason_and_the_others_go_on(install: Callable[..., None]) -> None:
+    install("half", "DEVICE = 'cpu'\ndef missing(): return ()\n", topk_indices="def unsupported(**_): return ()\n")
+    found = [*children.run(group("half")), *children.run(group("reference"))]
+    assert {cell.status for cell in found if cell.backend == "reference"} == {"pass"}
+    [(status, reasons)] = {(cell.status, cell.reasons) for cell in found if cell.backend == "half"}
+    assert status == "refused"
+    assert "backend package half cannot be used (module 'half' has no attribute 'ORDER')" in reasons[0]
