@@ -10,13 +10,14 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ArgumentError
 from ..profile import write_whole
@@ -96,49 +97,71 @@ def measure(
     contexts: Iterable[int] = CONTEXTS,
     device: str = "cpu",
 ) -> tuple[Case, list[Row]]:
-    """Time dense and sparse decode steps beside each other, in alternating order, at each context."""
+    """Time dense and sparse decode steps beside each other, in alternating order, at each context.
+
+    A sparse step is the mean over `sparsity.reselect` of them, one of which chooses.
+    """
     contexts, block_size = sorted(contexts), 16
     if heads % layer.kv_heads:
         raise ArgumentError(
             f"heads is {heads} with {layer.kv_heads} kv heads; the first must be a multiple of the second: pass the "
             f"shape of one layer"
         )
-    blocks = -(-(contexts[-1] + ROUNDS + 1) // block_size)
+    blocks = -(-(contexts[-1] + 2 * ROUNDS + 3) // block_size)
     cache = PagedCache([layer], blocks, block_size, dtype, device, kv_format=kv_format)
     sparse = SparseAttention(cache, sparsity, timed=True)
     case = Case.of(cache, 0, heads, sparsity)
     make = torch.Generator(device).manual_seed(0)
 
-    def rows(count: int, num_heads: int, dim: int) -> torch.Tensor:
+    def rows(count: int, num_heads: int, dim: int) -> Tensor:
         return torch.randn(count, num_heads, dim, generator=make, device=device).to(dtype)
 
     found = []
+    share = 1 / sparsity.reselect if sparsity.reselect else 0.0  # of the steps choose
     for context in contexts:
         seq = cache.new_sequence()
         key, value = (rows(context, layer.kv_heads, width) for width in (layer.head_dim, layer.value_width))
         sparse.write(0, [seq], [context], cache.append(seq, context), key, value)
         q, key, value = rows(1, heads, layer.head_dim), key[:1], value[:1]
-        scale = layer.head_dim**-0.5
-        times: dict[str, list[float]] = {"dense": [], "sparse": []}
+
+        def dense_step(slots: Tensor, seq: int = seq, q: Tensor = q, key: Tensor = key, value: Tensor = value) -> None:
+            cache.layers[0].write(slots, key, value)
+            cache.attend(0, q, [seq], [1], layer.head_dim**-0.5)
+
+        def sparse_step(slots: Tensor, seq: int = seq, q: Tensor = q, key: Tensor = key, value: Tensor = value) -> None:
+            sparse.write(0, [seq], [1], slots, key, value)
+            sparse.attend(0, q, [seq], [1], layer.head_dim**-0.5)
+
+        dense, choosing, keeping = list[dict[str, float]](), list[dict[str, float]](), list[dict[str, float]]()
         for number in range(ROUNDS + 1):  # the first warms up
-            slots = cache.append(seq, 1)
-            if number == 1:
-                sparse.stages.clear()
-            for name in ("dense", "sparse") if number % 2 else ("sparse", "dense"):
-                start = now(cache.device)
-                if name == "dense":
-                    cache.layers[0].write(slots, key, value)
-                    cache.attend(0, q, [seq], [1], scale)
+            sparse.choose_again(seq)
+            for which in ("dense", "sparse") if number % 2 else ("sparse", "dense"):
+                if which == "dense":
+                    dense.append(_timed(dense_step, cache.append(seq, 1), sparse))
+                    cache.truncate(seq, cache.length(seq) - 1)
                 else:
-                    sparse.write(0, [seq], [1], slots, key, value)
-                    sparse.attend(0, q, [seq], [1], scale)
-                times[name].append((now(cache.device) - start) * 1e6)
-        stages_us = {stage: seconds / ROUNDS * 1e6 for stage, seconds in sparse.seconds.items()}
-        dense_us, sparse_us = (statistics.median(times[name][1:]) for name in ("dense", "sparse"))
-        found.append(Row(context, dense_us, sparse_us, stages_us))
+                    choosing.append(_timed(sparse_step, cache.append(seq, 1), sparse))
+                    keeping.append(choosing[-1] if share == 1 else _timed(sparse_step, cache.append(seq, 1), sparse))
+        first, later = _medians(choosing), _medians(keeping)
+        step = {name: share * first[name] + (1 - share) * later[name] for name in first}
+        found.append(Row(context, _medians(dense)["step"], step.pop("step"), step))
         cache.free(seq)
         sparse.forget(seq)
     return case, found
+
+
+def _timed(step: Callable[[Tensor], None], slots: Tensor, sparse: SparseAttention) -> dict[str, float]:
+    """Microseconds of a step that writes to these slots, and of each stage of it."""
+    sparse.stages.clear()
+    start = now(sparse.cache.device)
+    step(slots)
+    spent = {"step": now(sparse.cache.device) - start, **sparse.seconds}
+    return {name: seconds * 1e6 for name, seconds in spent.items()}
+
+
+def _medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each, the first step left out."""
+    return {name: statistics.median(step[name] for step in steps[1:]) for name in steps[0]}
 
 
 def crossover(rows: Iterable[Row]) -> int:

@@ -234,6 +234,10 @@ class SparseAttention:
             return f"dense: a choice of {read} tokens would cover all {length}"
         return f"{'dense' if length < below else 'sparse'}: {length} tokens, threshold {below}; {why}"
 
+    def choose_again(self, seq: int) -> None:
+        """Let the next decode step of a sequence choose, whatever `reselect` says."""
+        self._known.get(seq, _Known()).choices.clear()
+
     def forget(self, seq: int) -> None:
         """Drop what is known of a sequence, such as a freed one; it is computed again where it is needed."""
         self._known.pop(seq, None)

@@ -51,28 +51,28 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def choosing(seconds: Mapping[str, float]) -> float:
+def choosing(spent: Mapping[str, float]) -> float:
     """The part of the attention time, codecs left out, that index, top-k and gather take; 0 where nothing was timed."""
-    spent = sum(seconds[stage] for stage in CHOOSING)
-    total = spent + seconds["attention"]
-    return spent / total if total else 0.0
+    part = sum(spent[stage] for stage in CHOOSING)
+    total = part + spent["attention"]
+    return part / total if total else 0.0
 
 
-def told(seconds: Mapping[str, float], unit: str = "s", digits: int = 4) -> dict[str, str]:
-    """Each stage in words."""
+def told(spent: Mapping[str, float], unit: str = "s", digits: int = 4) -> dict[str, str]:
+    """The time of each stage in words."""
     nothing = {"gather": "in place", "codec": "none"}
     return {
-        stage: f"{round(spent, digits):g} {unit}" if spent or stage not in nothing else nothing[stage]
-        for stage, spent in seconds.items()
+        stage: f"{round(time, digits):g} {unit}" if time or stage not in nothing else nothing[stage]
+        for stage, time in spent.items()
     }
 
 
-def advice(seconds: Mapping[str, float], reselect: int) -> str | None:
+def advice(spent: Mapping[str, float], reselect: int, unit: str = "s", digits: int = 4) -> str | None:
     """What to do if choosing takes too much of the time; None if it does not, or nothing was chosen."""
-    share = choosing(seconds)
-    if share <= LIMIT or not seconds["top_k"]:  # without a choice, only pages were learnt
+    share = choosing(spent)
+    if share <= LIMIT or not spent["top_k"]:  # without a choice, only pages were learnt
         return None
-    stages = ", ".join(f"{stage} {text}" for stage, text in told(seconds).items())
+    stages = ", ".join(f"{stage} {text}" for stage, text in told(spent, unit, digits).items())
     return (
         f"choosing tokens takes {share:.0%} of the attention time ({stages}); it pays below {LIMIT:.0%}: choose less "
         f"often (reselect {max(2 * reselect, 8)}), or a larger top-k"

@@ -185,7 +185,7 @@ def crossover(args: argparse.Namespace) -> int:
     ]  # fmt: skip
     print_table(("context", "dense us", "sparse us", "ratio", *rows[0].stages_us), shown)
     for row in rows:
-        if advice := stages.advice({stage: us / 1e6 for stage, us in row.stages_us.items()}, args.reselect):
+        if advice := stages.advice(row.stages_us, args.reselect, "us", digits=0):
             print(f"{row.context} tokens: {advice}", file=sys.stderr)
     print(crossover.dense_below(case)[1])
     return 0

@@ -213,6 +213,21 @@ def test_choices_last_as_many_steps_as_asked(reselect: int) -> None:
     assert same == [bool(not reselect or i % reselect) for i in range(1, 10)]
 
 
+def test_a_choice_may_be_dropped() -> None:
+    q, keys, values = rows(260)
+    sparse = made(Sparsity(12, sinks=2, recent=4, reselect=0))
+    seq = sparse.cache.new_sequence()
+    feed(sparse, seq, keys, values)
+    sparse.attend(0, q[:1], [seq], [1], SCALE)
+    first = sparse.chosen(0, seq)
+    sparse.attend(0, -q[:1], [seq], [1], SCALE)
+    assert torch.equal(sparse.chosen(0, seq), first)
+    sparse.choose_again(seq)
+    sparse.attend(0, -q[:1], [seq], [1], SCALE)
+    assert not torch.equal(sparse.chosen(0, seq), first)
+    sparse.choose_again(99)  # of whom nothing is known
+
+
 def test_topk_by_layer() -> None:
     q, keys, values = rows(200)
     for topk in ([40, 20, 10], lambda layer: 40 >> layer):
