@@ -180,7 +180,31 @@ def parse(text: str) -> Scheme:
         raise ArgumentError(f"the scheme {text!r} has reselect without topk; it says how often topk chooses: add topk")
     if "evict" in found and any(setting.startswith("keep") for setting in settings):
         raise ArgumentError(f"the scheme {text!r} has keep and evict; both say how many tokens stay: give one of them")
+    need_compatible(
+        evict="evict" in found,
+        kept=bool(found.get("recent") or found.get("sinks")),
+        sparse="topk" in found,
+        low_rank="rank" in found or "ratios" in found,
+    )
     return Scheme(text, by_layer=tuple(by_layer), **found)  # type: ignore[arg-type]
+
+
+def need_compatible(*, evict: bool, kept: bool, sparse: bool, low_rank: bool) -> None:
+    """Raise ArgumentError for ways to compress that exclude each other: a scheme's, or a cache's options.
+
+    kept   some tokens stay in full precision
+    """
+    if evict and kept:
+        raise ArgumentError(
+            "evict is given with keep_recent or keep_sinks; rows that move would leave their full-precision copies "
+            "behind: give one of the two (policies have recent tokens and sinks of their own)"
+        )
+    for name, given in (("evict", evict), ("low_rank", low_rank)):
+        if sparse and given:
+            raise ArgumentError(
+                f"sparse is given with {name}; tokens are chosen among rows as the model made them, all of them: give "
+                f"one of the two"
+            )
 
 
 def parse_eviction(text: str) -> Eviction:

@@ -18,6 +18,7 @@ from ... import cache, formats, ops
 from ...cache import GqaLayer, MlaLayer, SparseAttention, Sparsity
 from ...compress import Calibration, EvictingCache, Policy, Projection, StreamingLLM, lowrank
 from ...errors import ArgumentError
+from ...planner.schemes import need_compatible
 
 PLAIN_FORMATS = ("fp32", "bf16", "fp16")
 
@@ -56,22 +57,17 @@ class Options:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; it must be 0 or more: pass a count of tokens")
         if self.evict is None and (self.summary_slots or self.slack):
             raise ArgumentError("summary_slots or slack is given without evict; they belong to a policy: pass one")
-        if self.evict is not None and (self.keep_recent or self.keep_sinks):
-            raise ArgumentError(
-                "evict is given with keep_recent or keep_sinks; rows that move would leave their full-precision copies "
-                "behind: give one of the two (policies have recent tokens and sinks of their own)"
-            )
         if self.sparse is None and (self.sparse_prompt or self.dense_below or self.timed):
             raise ArgumentError(
                 "sparse_prompt, dense_below or timed is given without sparse; they say how tokens are chosen: pass a "
                 "kvbackend.cache.Sparsity, or leave them out"
             )
-        for name in ("evict", "low_rank"):
-            if self.sparse is not None and getattr(self, name) is not None:
-                raise ArgumentError(
-                    f"sparse is given with {name}; tokens are chosen among rows as the model made them, all of them: "
-                    f"give one of the two"
-                )
+        need_compatible(
+            evict=self.evict is not None,
+            kept=bool(self.keep_recent or self.keep_sinks),
+            sparse=self.sparse is not None,
+            low_rank=self.low_rank is not None,
+        )
         self.page_dtype()
 
     @classmethod
