@@ -101,12 +101,15 @@ void write_codes(const Tensor& x, CodePages pages, const Tensor& slot_mapping, i
         Code* codes = pages.stride() == 1 ? to : scattered.data();
         const int64_t scale = pages.scales.offset(block, offset, head);
         if (pages.format.is_static()) {
-          if (scale != read) pages.scales.read(scale, given.data(), nullptr);
+          if (scale != read) {
+            pages.scales.read(scale, given.data(), nullptr);
+            encoder.take(given.data());
+          }
           read = scale;
-          encoder.encode(from, given.data(), codes);
+          encoder.encode_taken(from, codes);
         } else {
           encoder.encode(from, codes);
-          pages.scales.write(scale, encoder.stored(), encoder.stored_lows());
+          encoder.write(pages.scales, scale);
         }
         if (codes != to) {
           for (int64_t i = 0; i < row_codes; ++i) to[i * pages.stride()] = codes[i];

@@ -7,14 +7,13 @@ namespace kvbackend::KVBACKEND_ISA {
 
 // ----------------------------------------------------------------------------------------------------------- codes
 
-// How a number becomes what the grid rounds. `other` is the global scale, or the minimum. A power of two has an exact
-// reciprocal, which is then what `scale` is. Numbers that are encoded are not NaN: RowEncoder sees to that.
-enum class By { scale, reciprocal, global_and_scale, minimum_and_scale };
+// How a number becomes what the grid rounds. `other` is the global scale, or the minimum. Numbers that are encoded are
+// not NaN: RowEncoder sees to that.
+enum class By { scale, power_of_two, global_and_scale, minimum_and_scale };
 
 template <By by, class Number>
 inline Number scaled(Number x, Number scale, Number other) {
   if constexpr (by == By::minimum_and_scale) x = x - other;
-  if constexpr (by == By::reciprocal) return x * scale;
   if constexpr (by == By::global_and_scale) x = x / other;
   return x / scale;
 }
@@ -28,29 +27,67 @@ inline void store_code(Code* codes, int64_t i, F&& number) {
   }
 }
 
+// --------------------------------------------------------------------------------------------------- 16 bits a number
+
+// What kLanes numbers are divided by, and the reciprocals of it.
+struct Divisor {
+  Vec scale, inverse, other, other_inverse;
+};
+
+template <By by>
+KVBACKEND_INLINE Vec scaled(Vec x, const Divisor& by_what) {
+  if constexpr (by == By::power_of_two) return x * by_what.inverse;
+  if constexpr (by == By::minimum_and_scale) x = x - by_what.other;
+  if constexpr (by == By::global_and_scale) x = quotient(x, by_what.other, by_what.other_inverse);
+  return quotient(x, by_what.scale, by_what.inverse);
+}
+
+// Two numbers, for each half of a vector one.
+KVBACKEND_INLINE Vec halves(const float* two) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_mask_broadcastss_ps(_mm512_set1_ps(two[0]), 0xff00, _mm_load_ss(two + 1));
+#else
+  Vec out = broadcast(two[0]);
+  for (int i = kLanes / 2; i < kLanes; ++i) out[i] = two[1];
+  return out;
+#endif
+}
+
+// kPair numbers. Divisors stay in registers only where this is a part of its caller.
+template <By by, class T, class Code>
+KVBACKEND_INLINE void encode_pair(const T* x, const Divisor& evens, const Divisor& odds, Code* codes) {
+  HalfPair bits;
+  std::memcpy(&bits, x, sizeof bits);
+  Vec even, odd;
+  split(kHasMinimum<Code> ? bits : bits & 0x7fff, T{}, even, odd);
+  store_pair(codes, scaled<by>(even, evens), scaled<by>(odd, odds), bits);
+}
+
+// ---------------------------------------------------------------------------------------------------- 32 bits a number
+
 // Neighbours that share a scale.
-template <By by, class T, class Size, class Code>
-inline void encode_span(const T* x, Size size, float scale, float other, Code* codes) {
+template <By by, class Size, class Code>
+inline void encode_span(const float* x, Size size, float scale, float other, Code* codes) {
   const Vec scales = broadcast(scale), others = broadcast(other);
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) store(codes + i / kPerByte<Code>, scaled<by>(load(x + i), scales, others));
   if constexpr (kMayHaveRest<Size>) {
     for (; i < size; i += kPerByte<Code>)
-      store_code(codes, i, [&](int64_t at) { return scaled<by>(to_float(x[at]), scale, other); });
+      store_code(codes, i, [&](int64_t at) { return scaled<by>(x[at], scale, other); });
   }
 }
 
 // A scale for each number.
-template <By by, class T, class Code>
-inline void encode_each(const T* x, int64_t size, const float* scales, const float* lows, float global, Code* codes) {
+template <By by, class Code>
+inline void encode_each(const float* x, int64_t size, const float* scales, const float* lows, float global,
+                        Code* codes) {
   constexpr bool kLows = by == By::minimum_and_scale;
   const Vec globals = broadcast(global);
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes)
     store(codes + i / kPerByte<Code>, scaled<by>(load(x + i), load(scales + i), kLows ? load(lows + i) : globals));
   for (; i < size; i += kPerByte<Code>)
-    store_code(codes, i,
-               [&](int64_t at) { return scaled<by>(to_float(x[at]), scales[at], kLows ? lows[at] : global); });
+    store_code(codes, i, [&](int64_t at) { return scaled<by>(x[at], scales[at], kLows ? lows[at] : global); });
 }
 
 // x [T, Hk, D], or [T, D] where all heads share a row, as rows whose numbers follow each other.
@@ -99,22 +136,36 @@ class RowEncoder {
         count_(count),
         scales_(round_up(count, kLanes)),
         lows_(kHasMinimum<Code> ? scales_.size() : 0),
+        inverses_(scales_.size()),
+        paired_(span == 1 ? 3 * scales_.size() : 0),
         stored_(scales_.size() * sizeof(float)),
-        stored_lows_(lows_.size()) {}
+        stored_lows_(lows_.size()) {
+    limit(global, global);
+  }
 
-  // What the rows' own scales are stored as, after encode(x, codes).
-  const void* stored() const { return stored_.data(); }
-  const fp16* stored_lows() const { return stored_lows_.data(); }
+  // Stores the rows' own scales, after encode(x, codes).
+  void write(const Scales& scales, int64_t offset) const {
+    if (const uint8_t* bytes = scales.bytes_at(offset)) {
+      std::memcpy(const_cast<uint8_t*>(bytes), stored_.data(), count_);
+    } else {
+      scales.write(offset, stored_.data(), stored_lows_.data());
+    }
+  }
 
+  // A row with scales of its own.
   void encode(const T* x, Code* codes) {
     bool plain = true;
     with_span(span_, [&](auto span) {
-      for (int64_t i = 0; i < count_; ++i) {
+      int64_t i = 0;
+      if constexpr (!kMayHaveRest<decltype(span)> && sizeof(T) == sizeof(uint16_t)) {
+        for (; i + kLanes <= count_; i += kLanes) plain &= find_short<span>(x + i * span, i);
+      }
+      for (; i < count_; ++i) {
         if constexpr (kHasMinimum<Code>) {
           plain &= find_limits(x + i * span, span, lows_[i], scales_[i]);
         } else {
           const auto largest = largest_bits(x + i * span, span);
-          plain &= largest < Bits<T>::kInfinity;
+          plain &= largest < limit_;
           scales_[i] = bits_as_float<T>(largest);
         }
       }
@@ -124,13 +175,18 @@ class RowEncoder {
       for (int64_t i = 0; i < count_; ++i) slow_limits(cleaned_.data() + i * span_, span_, 1, i);
     }
     finish_scales();
-    plain ? apply(x, scales_.data(), codes) : apply(cleaned_.data(), scales_.data(), codes);
+    plain ? apply(x, codes) : apply(cleaned_.data(), codes);
   }
 
   // Rows [group, row] that share the scales of their channels: `stride` numbers apart, their codes `codes_stride`.
   void encode_group(const T* x, int64_t group, int64_t stride, Code* codes, int64_t codes_stride) {
     bool plain = count_ % kLanes == 0;
-    for (int64_t i = 0; plain && i < count_; i += kLanes) {
+    int64_t i = 0;
+    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+      plain = plain && find_columns(x, group, stride);
+      i = count_ / kPair * kPair;
+    }
+    for (; plain && i < count_; i += kLanes) {
       Vec lows, highs;
       plain &= column_limits(x + i, group, stride, lows, highs);
       store(&lows_[i], lows);
@@ -143,17 +199,102 @@ class RowEncoder {
     finish_scales();
     for (int64_t row = 0; row < group; ++row) {
       Code* to = codes + row * codes_stride;
-      plain ? apply(x + row * stride, scales_.data(), to) : apply(&cleaned_[row * count_], scales_.data(), to);
+      for (int64_t i = 0; i < count_; i += kLine) __builtin_prefetch(x + (group + row) * stride + i, 0, 2);
+      plain ? apply(x + row * stride, to) : apply(&cleaned_[row * count_], to);
     }
   }
 
-  void encode(const T* x, const float* scales, Code* codes) {
-    if (largest_bits(x, span_ * count_) <= Bits<T>::kInfinity) return apply(x, scales, codes);
+  // Scales for the rows to come.
+  void take(const float* scales) {
+    std::copy_n(scales, count_, scales_.data());
+    const auto [least, most] = std::minmax_element(scales, scales + count_);
+    limit(*least, *most);
+    prepare();
+  }
+
+  // A row with the scales taken.
+  void encode_taken(const T* x, Code* codes) {
+    if (largest_bits(x, span_ * count_) < limit_) return apply(x, codes);
     clean(x, 1, 0);
-    apply(cleaned_.data(), scales, codes);
+    apply(cleaned_.data(), codes);
   }
 
  private:
+  static constexpr int64_t kLine = 64 / sizeof(T);  // numbers in a cache line
+
+  // Sets the magnitude, as bits, from which on numbers take the slow way: those that are not finite, and those that
+  // divisors from least to most leave too large for store_pair. All of them, where a reciprocal might not be a normal
+  // number, or a product's rest less than one.
+  void limit(float least, float most) {
+    limit_ = Bits<T>::kInfinity;
+    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+      const T largest = from_float<T>(kMostEncoded * std::min(least, 1.0f));
+      limit_ = least >= 0x1p-60f && most <= 0x1p125f ? std::min<int>(limit_, largest.bits) : 0;
+    }
+  }
+
+  // What encode() seeks for kLanes spans from i on.
+  template <int span>
+  bool find_short(const T* x, int64_t i) {
+    const auto numbers = [&](int at) {
+      SignedHalfPair bits;
+      std::memcpy(&bits, x + at * kPair, sizeof bits);
+      return bits;
+    };
+    Vec found, odd;
+    IntVec most, beyond;
+    if constexpr (kHasMinimum<Code>) {
+      const auto bits = [](IntVec number) { return (HalfPair)(number ^ (number >> 31 & 0x7fff)); };  // see ordered
+      const IntVec least = ~group_maxima<span>([&](int at) { return ~ordered(numbers(at)); });
+      most = group_maxima<span>([&](int at) { return ordered(numbers(at)); });
+      beyond = (most > Bits<T>::kMost) | (least < ~Bits<T>::kMost);
+      split(bits(least), T{}, found, odd);
+      store(&lows_[i], found);
+      split(bits(most), T{}, found, odd);
+    } else {
+      most = group_maxima<span>([&](int at) { return numbers(at) & 0x7fff; });
+      beyond = most >= limit_;
+      split((HalfPair)most, T{}, found, odd);
+    }
+    store(&scales_[i], found);
+    return !any(beyond);
+  }
+
+  // What encode_group() seeks in its first columns, those that are whole pairs. Rows are read once, a few at a time.
+  bool find_columns(const T* x, int64_t rows, int64_t stride) {
+    constexpr int64_t kRows = 8;
+    const SignedHalfPair most = SignedHalfPair{} + 0x7fff;
+    const int64_t pairs = count_ / kPair;
+    limits_.resize(2 * pairs);
+    for (int64_t row = 0; row < rows; row += kRows) {
+      for (int64_t i = 0; i < pairs; ++i) {
+        SignedHalfPair low = row ? limits_[2 * i] : most, high = row ? limits_[2 * i + 1] : ~most;
+        for (int64_t next = row; next < std::min(row + kRows, rows); ++next) {
+          SignedHalfPair bits;
+          std::memcpy(&bits, x + next * stride + i * kPair, sizeof bits);
+          bits = ordered(bits);
+          low = least(low, bits);
+          high = greatest(high, bits);
+        }
+        limits_[2 * i] = low;
+        limits_[2 * i + 1] = high;
+      }
+    }
+    SignedHalfPair beyond{};
+    for (int64_t i = 0; i < pairs; ++i) {
+      const SignedHalfPair low = limits_[2 * i], high = limits_[2 * i + 1];
+      beyond |= (high > Bits<T>::kMost) | (low < ~Bits<T>::kMost);
+      T numbers[2 * kPair];
+      const SignedHalfPair bits[2] = {ordered(low), ordered(high)};
+      std::memcpy(numbers, bits, sizeof numbers);
+      for (int64_t part = 0; part < kPair; part += kLanes) {
+        store(&lows_[i * kPair + part], load(numbers + part));
+        store(&scales_[i * kPair + part], load(numbers + kPair + part));
+      }
+    }
+    return !any((IntVec)beyond);
+  }
+
   // Rows as floats without NaN, and within float16 where their limits are to be.
   void clean(const T* x, int64_t rows, int64_t stride) {
     const int64_t size = span_ * count_;
@@ -185,39 +326,96 @@ class RowEncoder {
       }
       make_scales<Code>(format_.rule, scales_.data(), count_, stored_.data());
     }
+    prepare();
   }
 
-  // N is T, or float where the row was cleaned.
-  template <class N>
-  void apply(const N* x, const float* scales, Code* codes) {
-    if constexpr (kHasMinimum<Code>) {
-      encode_by<By::minimum_and_scale>(x, scales, codes);
-    } else if (format_.global_scale) {
-      encode_by<By::global_and_scale>(x, scales, codes);
-    } else if (format_.scale_dtype == ScalarType::Byte) {
-      for (int64_t i = 0; i < count_; i += kLanes) store(&scales_[i], 1.0f / load(scales + i));
-      encode_by<By::reciprocal>(x, scales_.data(), codes);
-    } else {
-      encode_by<By::scale>(x, scales, codes);
+  // What 16-bit numbers need besides the scales.
+  void prepare() {
+    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+      for (int64_t i = 0; i < count_; i += kLanes) store(&inverses_[i], 1.0f / load(&scales_[i]));
+      if (span_ != 1) return;
+      split_pairs(scales_.data(), paired_.data());
+      split_pairs(inverses_.data(), paired_.data() + scales_.size());
+      if constexpr (kHasMinimum<Code>) split_pairs(lows_.data(), paired_.data() + 2 * scales_.size());
     }
   }
 
-  template <By by, class N>
-  void encode_by(const N* x, const float* scales, Code* codes) const {
-    if (span_ == 1) return encode_each<by>(x, count_, scales, lows_.data(), global_, codes);
+  // Even ones first, pair by pair.
+  void split_pairs(const float* row, float* out) const {
+    for (int64_t i = 0; i + kPair <= count_; i += kPair)
+      split(row + i, out + i, std::make_integer_sequence<int, kLanes>{});
+  }
+
+  template <class N>
+  void apply(const N* x, Code* codes) const {
+    if constexpr (kHasMinimum<Code>) {
+      encode_by<By::minimum_and_scale>(x, codes);
+    } else if (format_.global_scale) {
+      encode_by<By::global_and_scale>(x, codes);
+    } else if (format_.scale_dtype == ScalarType::Byte) {
+      encode_by<By::power_of_two>(x, codes);
+    } else {
+      encode_by<By::scale>(x, codes);
+    }
+  }
+
+  template <By by>
+  void encode_by(const float* x, Code* codes) const {
+    if (span_ == 1) return encode_each<by>(x, count_, scales_.data(), lows_.data(), global_, codes);
     with_span(span_, [&](auto span) {
-      for (int64_t i = 0; i < count_; ++i) {
-        const float other = kHasMinimum<Code> ? lows_[i] : global_;
-        encode_span<by>(x + i * span, span, scales[i], other, codes + i * span / kPerByte<Code>);
+      for (int64_t i = 0; i < count_; ++i)
+        encode_span<by>(x + i * span, span, scales_[i], other(i), codes + i * span / kPerByte<Code>);
+    });
+  }
+
+  template <By by, class N>
+  void encode_by(const N* x, Code* codes) const {
+    if (span_ == 1) return encode_channels<by>(x, codes);
+    with_span(span_, [&](auto span) {
+      int64_t i = 0;
+      if constexpr (!kMayHaveRest<decltype(span)>) {
+        for (; 2 * span == kPair && i + 2 <= count_; i += 2) {
+          const Divisor both{halves(&scales_[i]), halves(&inverses_[i]),
+                             kHasMinimum<Code> ? halves(&lows_[i]) : broadcast(global_), broadcast(1.0f / global_)};
+          encode_pair<by>(x + i * span, both, both, codes + i * span / kPerByte<Code>);
+        }
+      }
+      for (; i < count_; ++i) {
+        const Divisor all{broadcast(scales_[i]), broadcast(inverses_[i]), broadcast(other(i)),
+                          broadcast(1.0f / global_)};
+        const N* from = x + i * span;
+        Code* to = codes + i * span / kPerByte<Code>;
+        int64_t j = 0;
+        for (; j + kPair <= span; j += kPair) encode_pair<by>(from + j, all, all, to + j / kPerByte<Code>);
+        for (; j < span; j += kPerByte<Code>)
+          store_code(to, j, [&](int64_t at) { return scaled<by>(to_float(from[at]), scales_[i], other(i)); });
       }
     });
   }
 
+  template <By by, class N>
+  void encode_channels(const N* x, Code* codes) const {
+    const float *scales = paired_.data(), *inverses = scales + scales_.size(), *lows = inverses + scales_.size();
+    const Vec global = broadcast(global_), global_inverse = broadcast(1.0f / global_);
+    const auto divisor = [&](int64_t i) {
+      return Divisor{load(scales + i), load(inverses + i), kHasMinimum<Code> ? load(lows + i) : global, global_inverse};
+    };
+    int64_t i = 0;
+    for (; i + kPair <= count_; i += kPair)
+      encode_pair<by>(x + i, divisor(i), divisor(i + kLanes), codes + i / kPerByte<Code>);
+    for (; i < count_; i += kPerByte<Code>)
+      store_code(codes, i, [&](int64_t at) { return scaled<by>(to_float(x[at]), scales_[at], other(at)); });
+  }
+
+  float other(int64_t i) const { return kHasMinimum<Code> ? lows_[i] : global_; }
+
   const KVFormat& format_;
-  float global_;
-  int64_t span_, count_;
-  std::vector<float> scales_, lows_, cleaned_;
+  const float global_;
+  const int64_t span_, count_;
+  typename Bits<T>::Integer limit_;
+  std::vector<float> scales_, lows_, inverses_, paired_, cleaned_;
   std::vector<uint8_t> stored_;
+  std::vector<SignedHalfPair> limits_;
   std::vector<fp16> stored_lows_;
 };
 

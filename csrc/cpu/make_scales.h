@@ -2,6 +2,7 @@
 // them. NaN counts as 0, infinity as 65504.
 #pragma once
 
+#include "code_pairs.h"
 #include "kv_format.h"
 
 namespace kvbackend::KVBACKEND_ISA {
@@ -149,21 +150,24 @@ struct Grid<int8_t> {
 // have room for a multiple of kLanes.
 template <class Code>
 inline void make_scales(Rule rule, float* amax, int64_t count, void* stored) {
+  const Vec largest = broadcast(Grid<Code>::kLargest), inverse = broadcast(1.0f / Grid<Code>::kLargest);
   for (int64_t i = 0; i < count; i += kLanes) {
     const Vec top = load(amax + i);
     uint8_t* bytes = static_cast<uint8_t*>(stored) + i;
     if (rule == Rule::amax) {
-      const Vec scale = maximum(top / Grid<Code>::kLargest, broadcast(1e-6f));
+      const Vec scale = maximum(quotient(top, largest, inverse), broadcast(1e-6f));
       store(static_cast<float*>(stored) + i, scale);
       store(amax + i, scale);
     } else if (rule == Rule::e4m3) {
-      e4m3* scales = reinterpret_cast<e4m3*>(bytes);
-      store(scales, maximum(top / Grid<Code>::kLargest, broadcast(0x1p-9f)));
-      store(amax + i, load(scales));
+      const Vec limited = least(top, broadcast(0x1p12f));  // more than the scales hold, which saturate; top may be inf
+      BitVec codes;
+      const Vec scale = rounded_to_e4m3(maximum(quotient(limited, largest, inverse), broadcast(0x1p-9f)), codes);
+      store_bytes(bytes, codes);
+      store(amax + i, scale);
     } else {
       BitVec exponent;
       if (rule == Rule::pow2_ceil) {
-        const BitVec bits = (BitVec)(maximum(top, broadcast(Grid<Code>::kFloor)) / Grid<Code>::kLargest);
+        const BitVec bits = (BitVec)quotient(maximum(top, broadcast(Grid<Code>::kFloor)), largest, inverse);
         exponent = (bits >> 23) + ((BitVec)((bits & 0x7fffff) != 0) & 1);
         exponent = exponent > 254 ? BitVec{} + 254 : exponent;
       } else {

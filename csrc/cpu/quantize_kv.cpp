@@ -66,23 +66,33 @@ void quantize_rows(const Tensor& x, const KVFormat& format, float global, Code* 
         Code* to = codes + (token * rows.heads + head) * row_codes;
         const int64_t offset = found.offset(0, token, head);
         if (format.is_static()) {
-          if (offset != read) found.read(offset, given.data(), nullptr);
+          if (offset != read) {
+            found.read(offset, given.data(), nullptr);
+            encoder.take(given.data());
+          }
           read = offset;
-          encoder.encode(from, given.data(), to);
+          encoder.encode_taken(from, to);
         } else {
           encoder.encode(from, to);
-          found.write(offset, encoder.stored(), encoder.stored_lows());
+          encoder.write(found, offset);
         }
       }
     }
   });
 }
 
-// KIVI's keys: a scale for each channel of a group of tokens. Parallel over groups and heads, whose rows stay in L1.
+// KIVI's keys: a scale for each channel of a group of tokens. Parallel over groups, and over heads where groups are
+// few; the rows of an item stay in L2.
 template <class T>
 void quantize_groups(const Tensor& x, const KVFormat& format, uint4x2* codes, const Tensor& scales) {
-  const int64_t group = format.group, groups = x.size(0) / group, heads = x.size(1), dim = x.size(2);
-  const Scales found(format, true, scales, 1, dim);
+  constexpr int64_t kManyGroups = 64;
+  const int64_t group = format.group, groups = x.size(0) / group;
+  int64_t heads = x.size(1), dim = x.size(2);
+  Scales found(format, true, scales, 1, dim);
+  if (groups >= kManyGroups && x.stride(2) == 1 && x.stride(1) == dim && found.merge_heads(heads)) {
+    dim *= heads;
+    heads = 1;
+  }
   torch::stable::parallel_for(0, groups * heads, grain(group * dim * 4), [&](int64_t begin, int64_t end) {
     RowEncoder<T, uint4x2> encoder(format, 1.0f, 1, dim);
     std::vector<T> room(x.stride(2) == 1 ? 0 : group * dim);
@@ -98,7 +108,7 @@ void quantize_groups(const Tensor& x, const KVFormat& format, uint4x2* codes, co
         stride = dim;
       }
       encoder.encode_group(from, group, stride, codes + (first * heads + head) * dim / 2, heads * dim / 2);
-      found.write(found.offset(0, first, head), encoder.stored(), encoder.stored_lows());
+      encoder.write(found, found.offset(0, first, head));
     }
   });
 }

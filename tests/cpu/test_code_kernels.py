@@ -65,6 +65,39 @@ def faults() -> Iterator[str]:
                         yield f"dequantize_kv {name} {role} {out}"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_format", ["fp8_e4m3:channel", "fp8_e5m2:channel", "fp4_e2m1:channel"])
+def test_numbers_are_divided_exactly(kv_format: str, dtype: torch.dtype) -> None:
+    """The kernels multiply by reciprocals and correct that: 4096 scales, most in reach, under numbers of all kinds."""
+    generator = torch.Generator().manual_seed(5)
+    scale = 1 + torch.rand(16, 256, generator=generator)
+    scale[8:] = torch.randint(1, 449, (8, 256), generator=generator) / 448  # ties are met
+    x = torch.randint(-256, 257, (128, 16, 256), generator=generator) * 2.0 ** torch.randint(
+        -12, 3, (128, 16, 256), generator=generator
+    )
+    for power in (0, -20, 30):
+        given = scale * 2.0**power
+        scaled = (x * 2.0**power if dtype is torch.bfloat16 else x).to(dtype)
+        assert_coded_alike(scaled, kv_format, given)
+
+
+@pytest.mark.parametrize("power", [-140, -126, -80, -61, -60, 60, 100, 125, 126])
+def test_scales_near_the_ends_of_float32(power: int) -> None:
+    """Reciprocals of these are not to be had, or leave nothing to correct by."""
+    x = rows("bf16")
+    x = x.masked_fill(x.isnan(), 0)
+    for name in ("fp8_e4m3", "fp4_e2m1:tensor", "fp8_e5m2:head"):
+        scale = torch.full((2 if name.endswith("head") else 1,), 1.3) * torch.tensor(2.0).double().pow(power).float()
+        assert_coded_alike(x, name, scale)
+
+
+def assert_coded_alike(x: Tensor, kv_format: str, scale: Tensor) -> None:
+    with use("cpu"):
+        got = quantize_kv(x, kv_format, scale)
+    for one, other in zip(got, codecs.encode(x, kv_format, scale=scale), strict=True):
+        assert torch.equal(raw(one), raw(other))
+
+
 def raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
