@@ -79,6 +79,10 @@ def verdicts() -> dict[str, str | None]:
     far.copy_(near)
     want, got = (run("compress_kv", state=state, **compressed)[0] for state in (near, far))
     found["compress_kv"] = same(got, want) or same(far, near)
+    index = dict(q=q, weights=torch.randn(6, 3), key_cache=latents, **batch())
+    del index["softmax_scale"]
+    found["indexer_logits"] = apart("indexer_logits", **index)
+    found["lightning_indexer"] = apart("lightning_indexer", k=5, **index)
     scored = dict(q=torch.randn(6, 4, 16).bfloat16(), key_cache=keys, **batch())
     want, got = torch.zeros(1, 2, 29), torch.zeros(1, 2, 29)
     run("accumulate_scores", scores=got, **scored)

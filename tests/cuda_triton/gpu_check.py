@@ -248,6 +248,8 @@ def drawn(call: dict[str, Any], device: str, generator: torch.Generator) -> dict
             value = torch.arange(len(meta)) * (tokens // (len(meta) - 1))
         elif name == "state_slots":
             value = torch.arange(len(meta))
+        elif name == "candidates":
+            value = torch.arange(meta.shape[1]).expand(meta.shape)
         elif name == "kept":
             value = (torch.arange(meta.shape[-1]) * 2).expand(meta.shape)
         elif name == "slot_mapping":

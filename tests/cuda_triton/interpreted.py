@@ -14,10 +14,12 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 from kvbackend import backends
+from kvbackend.backends.cuda_triton import scoring
 from kvbackend.matrix import DTYPES, TOLERANCES, copy_arguments, difference, flat_results, in_float64
 from kvbackend.ops import registry
 from kvbackend.spec import Op
@@ -45,14 +47,14 @@ def fault_of(op: Op, args: dict[str, Any]) -> str | None:
     return None
 
 
-COMPOSED = ("lightning_indexer", "candidate_blocks")  # of kernels that have tests of their own: every third sample does
+SLOW = ("lightning_indexer", "candidate_blocks")  # mostly of kernels that have tests of their own: a third will do
 
 
 def calls(name: str, every_dtype: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The op's samples, in all dtypes or in one each."""
     for turn, dtype in enumerate(DTYPES):
         for index, (sample, args) in enumerate(registry[name].make_samples("cpu", dtype)):
-            if every_dtype or (index % len(DTYPES) == turn and (turn == 0 or name not in COMPOSED)):
+            if every_dtype or (index % len(DTYPES) == turn and (turn == 0 or name not in SLOW)):
                 yield f"{sample}, {str(dtype).removeprefix('torch.')}", args
     if name in quantized.OPS:
         for dtype in DTYPES if every_dtype else (torch.bfloat16,):
@@ -65,10 +67,11 @@ def verdicts(name: str, every_dtype: bool) -> dict[str, Any]:
     adapter = backends.registered()["cuda_triton"].adapter(name)
     assert adapter is not None, f"no launcher for {name}"
     found: dict[str, Any] = {}
-    for sample, args in calls(name, every_dtype):
-        bound = op.bind((), args)
-        reasons = list(adapter.unsupported(**op.dispatcher.views(bound)))
-        found[sample] = reasons or fault_of(op, bound)
+    with mock.patch.object(scoring, "TILE", 16):  # so that samples have several
+        for sample, args in calls(name, every_dtype):
+            bound = op.bind((), args)
+            reasons = list(adapter.unsupported(**op.dispatcher.views(bound)))
+            found[sample] = reasons or fault_of(op, bound)
     return found
 
 

@@ -16,6 +16,8 @@ EVIDENCE_OF = dict.fromkeys(
 
 OLDEST_TRITON = (3, 2)
 
+WITHOUT = dict.fromkeys(("page_logits", "sparse_attention", "token_logits"), "none is written yet")
+
 
 def missing() -> Iterator[str]:
     """Why no Triton kernel can run on a GPU of this machine."""

@@ -15,7 +15,10 @@ def run(
     compress_ratio, kv_format, block_size,
 ):  # fmt: skip
     num_tokens = q.shape[0]
-    width = scoring.width_of(key_cache, block_table, kv_format, block_size)
+    keys = scoring.Keys(
+        q, weights, key_cache, block_table, seq_lens, cu_seqlens_q, compress_ratio, kv_format, block_size
+    )
+    width = keys.columns
     blocks = -(-width // candidate_block_size)
     out = torch.full((num_tokens, min(num_candidates, blocks)), -1, dtype=torch.int32, device=q.device)
     if 0 in (*out.shape, seq_lens.shape[0]):
@@ -25,10 +28,7 @@ def run(
     block = torch.arange(blocks, device=q.device)
     for first, count in scoring.chunks(num_tokens, width):
         part = slice(first, first + count)
-        scores = scoring.scores(
-            q, weights, key_cache, block_table, seq_lens, cu_seqlens_q, compress_ratio, kv_format, block_size, first,
-            count,
-        )  # fmt: skip
+        scores = keys.score(torch.empty(count, width, dtype=torch.float32, device=q.device), first)
         scores = scores.masked_fill(scores.isnan(), -torch.inf)
         scores = torch.nn.functional.pad(scores, (0, blocks * candidate_block_size - width), value=-torch.inf)
         highest = scores.unflatten(1, (blocks, candidate_block_size)).amax(-1)

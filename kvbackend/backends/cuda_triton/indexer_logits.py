@@ -1,3 +1,5 @@
+import torch
+
 from . import scoring
 
 
@@ -8,7 +10,7 @@ def unsupported(q, kv_format, **_):
 def run(
     q, weights, key_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, compress_ratio, kv_format, block_size
 ):  # fmt: skip
-    return scoring.scores(
-        q, weights, key_cache, block_table, seq_lens, cu_seqlens_q, compress_ratio, kv_format, block_size, 0,
-        q.shape[0],
-    )  # fmt: skip
+    keys = scoring.Keys(
+        q, weights, key_cache, block_table, seq_lens, cu_seqlens_q, compress_ratio, kv_format, block_size
+    )
+    return keys.score(torch.empty(q.shape[0], keys.columns, dtype=torch.float32, device=q.device))
