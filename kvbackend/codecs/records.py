@@ -126,7 +126,9 @@ def reorder_pages(pages: Tensor, source: Record, target: Record, block_size: int
     fields = split_pages(pages, source, block_size)
     dtype = getattr(torch, _field(target, "scales").dtype)
     if fields["scales"].dtype is not dtype:
-        fields["scales"] = grids.scale_values(fields["scales"]).to(dtype)
+        values = grids.scale_values(fields["scales"])
+        # torch gives NaN other bits in a vector than alone
+        fields["scales"] = values.to(dtype).masked_fill(values.isnan(), torch.nan)
     return join_pages(fields, target)
 
 
