@@ -10,8 +10,9 @@ from typing import Callable, NamedTuple, Union
 Data = Union[bytes, mmap.mmap]
 _MACHINES = {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 _LOAD, _DYNAMIC = 1, 2
-_NEEDED, _STRTAB, _SYMTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 6, 10, 14, 15, 29
+_NEEDED, _STRTAB, _SYMTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH, _GNU_HASH = 1, 5, 6, 10, 14, 15, 29, 0x6FFFFEF5
 _STRINGS_LIMIT = 16 * 1024 * 1024
+_SYMBOLS_LIMIT = 500_000
 
 
 class Elf(NamedTuple):
@@ -103,12 +104,16 @@ def _parse(data: Data) -> Elf | None:
 def _symbols(
     data: Data, entries: dict[int, list[int]], place: Callable[[int], int], strings: bytes
 ) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names of the dynamic symbol table, which linkers put right before the string table."""
+    """Names of the dynamic symbol table.
+
+    Linkers put it right before the string table. What edits a library afterwards (patchelf, for torch's wheels with
+    CUDA) moves that one away; then the hash table tells how many symbols there are.
+    """
     if _SYMTAB not in entries:
         return (), frozenset()
     begin, end = place(entries[_SYMTAB][0]), place(entries[_STRTAB][0])
-    if not 0 < end - begin <= 24 * 500_000:
-        return (), frozenset()
+    if not 0 < end - begin <= 24 * _SYMBOLS_LIMIT:
+        end = begin + 24 * _hashed(data, place(entries[_GNU_HASH][0])) if _GNU_HASH in entries else begin
     undefined, defined = [], []
     for offset, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", data[begin : begin + (end - begin) // 24 * 24]):
         if not offset or offset >= len(strings):
@@ -119,3 +124,16 @@ def _symbols(
         elif info >> 4 == 1:  # global; weak ones may stay undefined
             undefined.append(text)
     return tuple(undefined), frozenset(defined)
+
+
+def _hashed(data: Data, place: int) -> int:
+    """The number of symbols: one more than the last in the chain of the last bucket of a GNU hash table."""
+    buckets, first, bloom, _ = struct.unpack_from("<4I", data, place)
+    table = place + 16 + 8 * bloom
+    chains = table + 4 * buckets
+    last: int = max(struct.unpack_from(f"<{buckets}I", data, table))
+    if last < first:  # no symbol is hashed
+        return first
+    while not struct.unpack_from("<I", data, chains + 4 * (last - first))[0] & 1:
+        last += 1
+    return last + 1
