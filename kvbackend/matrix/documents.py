@@ -39,10 +39,7 @@ def origin(devices: Iterable[str]) -> dict[str, Any]:
     host: dict[str, Any] = dict(
         platform=platform.platform(), machine=platform.machine(), python=platform.python_version()
     )
-    try:
-        host |= build_facts()
-    except ImportError as error:
-        host["build"] = str(error)
+    host |= build_facts()
     return dict(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
         commit=commit(),
