@@ -1,8 +1,8 @@
 """Builds what is compiled: one library per csrc/<device> folder that this machine can compile, the wheel that carries
 them, and the source archive.
 
-The libraries use libtorch's stable ABI only and nothing of Python's, so one binary serves torch 2.10 and later and every
-Python, and one wheel per platform does. Each csrc/cpu/<op>.cpp is compiled once per instruction set
+The libraries use libtorch's stable ABI only and nothing of Python's, so one binary serves torch 2.10 and later and
+every Python, and one wheel per platform does. Each csrc/cpu/<op>.cpp is compiled once per instruction set
 (csrc/cpu/kernel.h). A library that cannot be built is left out with a message: kvbackend then runs without its kernels
 and says so.
 
@@ -11,8 +11,8 @@ csrc/npu is not among them: torch_npu has no stable ABI. `python setup.py build_
 that is installed, for this source tree; no wheel carries it.
 
 CXX names the compiler; where that compiles for another machine, KVBACKEND_BUILD_TORCH names the folder of the torch of
-that machine. With SOURCE_DATE_EPOCH set, two builds give the same bytes: all paths here are relative to the source tree,
-in which setuptools runs, since the compiler writes them into its output as spelled.
+that machine. With SOURCE_DATE_EPOCH set, two builds give the same bytes: all paths here are relative to the source
+tree, in which setuptools runs, since the compiler writes them into its output as spelled.
 """
 
 from __future__ import annotations

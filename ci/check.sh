@@ -1,18 +1,26 @@
 #!/usr/bin/env bash
-# Lint, format and types: what must hold before a commit. Tools: `pip install ruff==0.17.6 clang-format==23.1.5 mypy`.
+# Lint, format and types: what must hold before a commit. `make check` brings the tools (ci/lint.txt); here those that
+# are installed run, and the others are named.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 
-ruff check .
-ruff format --check .
-if command -v clang-format >/dev/null; then
-  git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h' | xargs clang-format --dry-run --Werror
-else
-  echo "clang-format is not installed: C++ layout not checked"
-fi
-if command -v mypy >/dev/null; then
-  mypy
-else
-  echo "mypy is not installed: types not checked"
-fi
+check() { # check TOOL ARGUMENTS...
+    if command -v "$1" >/dev/null; then
+        "$@"
+    else
+        echo "$1 is not installed: what it checks is not checked" >&2
+    fi
+}
+files() { # the tracked files of these patterns that are there
+    git ls-files -- "$@" | while read -r file; do [ -f "$file" ] && echo "$file"; done
+}
+
+check ruff check .
+check ruff format --check .
+mapfile -t sources < <(files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cpp' 'tests/*.h')
+check clang-format --dry-run --Werror "${sources[@]}"
+mapfile -t scripts < <(files '*.sh' .ci/run)
+check shellcheck --severity warning "${scripts[@]}"
+check hadolint docker/Dockerfile.*
+check mypy

@@ -1,0 +1,173 @@
+"""What is said about versions outside the package agrees with it: containers, workflows, build files, hooks."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from kvbackend import native
+from kvbackend.compat.data import load_matrix
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+if not (ROOT / ".ci").is_dir():
+    pytest.skip("these are the files of a checkout; a source archive has not all of them", allow_module_level=True)
+
+
+def pyproject(key: str) -> list[str]:
+    """The strings of a list in pyproject.toml. Python 3.10 has no reader of TOML."""
+    found = re.search(rf"^{key} = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert found, key
+    return re.findall(r'"([^"]*)"', found[1])
+
+
+def declared_torch() -> SpecifierSet:
+    return next(Requirement(text).specifier for text in pyproject("dependencies") if text.startswith("torch"))
+
+
+def declared_pythons() -> list[str]:
+    prefix = "Programming Language :: Python :: 3."
+    return [text.rpartition(" ")[2] for text in pyproject("classifiers") if text.startswith(prefix)]
+
+
+def workflow(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    for job in workflow(path)["jobs"].values():
+        for step in job["steps"]:
+            yield from (shlex.split(line) for line in step.get("run", "").splitlines())
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = spec_from_file_location("docker_generate", ROOT / "docker" / "generate.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------------------ containers
+
+
+def test_dockerfiles_are_what_the_matrix_says(generator: ModuleType) -> None:
+    for name, text in generator.dockerfiles(load_matrix()).items():
+        assert (ROOT / "docker" / name).read_text() == text, f"{name} is not current: run python docker/generate.py"
+
+
+def test_another_matrix_makes_other_dockerfiles(generator: ModuleType) -> None:
+    matrix = load_matrix()
+    torch = generator.pinned_torch()
+    matrix.row("torch_cuda", torch)["triton"] = "9.9.9"
+    matrix.row("cuda_driver", "13")["driver_min"] = "999.1"
+    text = generator.dockerfiles(matrix)["Dockerfile.cuda"]
+    assert "triton==9.9.9" in text
+    assert "999.1 or newer" in text
+    matrix.row("python_torch", torch)["python"] = ["3.14"]
+    with pytest.raises(AssertionError, match="no row says that torch"):
+        generator.dockerfiles(matrix)
+
+
+def test_the_ascend_image_is_of_the_newest_released_set(generator: ModuleType) -> None:
+    chosen = generator.newest_torch_npu(load_matrix())
+    assert Version(chosen["torch_npu"]).release == Version(chosen["torch"]).release
+    assert Version(chosen["torch"]) in declared_torch()
+    assert chosen["product"].replace(".", "").isdigit()  # not a beta
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "ascend"])
+def test_a_container_ends_in_the_doctor(name: str) -> None:
+    last = (ROOT / "docker" / f"Dockerfile.{name}").read_text().rstrip().splitlines()[-1]
+    assert last == 'CMD ["kvbackend", "doctor"]'
+
+
+# ------------------------------------------------------------------------------------------------------- workflows
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, ROOT / ".ci" / "run"], ids=lambda path: path.name)
+def test_what_a_workflow_calls_is_there(path: Path) -> None:
+    lines = [shlex.split(line, comments=True) for line in path.read_text().splitlines()] if path.name == "run" else []
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    called = 0
+    for words in lines or commands(path):
+        script = next((word for word in words if word.startswith(("ci/", ".ci/"))), None)
+        if script:
+            assert (ROOT / script).stat().st_mode & 0o100, f"{script} cannot be run"
+        if words[:1] == ["make"]:
+            assert words[1] in targets, f"the Makefile has no target {words[1]}"
+        called += bool(script) or words[:1] == ["make"]
+    assert called
+
+
+def test_every_script_is_called_by_a_workflow_or_says_that_it_is_optional() -> None:
+    called = {word for path in WORKFLOWS for words in commands(path) for word in words}
+    called |= set(shlex.split((ROOT / ".ci" / "run").read_text(), comments=True))
+    called.add("ci/check.sh")  # by `make check`
+    for script in sorted((ROOT / "ci").glob("*.sh")):
+        assert f"ci/{script.name}" in called or "Optional" in script.read_text(), script.name
+
+
+def test_the_cpu_workflow_covers_what_is_declared() -> None:
+    matrix = workflow(ROOT / ".github" / "workflows" / "cpu.yml")["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["python"] == declared_pythons()
+    oldest = next(spec.version for spec in SpecifierSet(python_requirement()) if spec.operator == ">=")
+    assert matrix["python"][0] == oldest
+    torch, have = declared_torch(), [Version(text) for text in matrix["torch"]]
+    assert all(text in torch for text in matrix["torch"])
+    assert min(have).release[:2] == native.MIN_TORCH
+    assert f"{max(have).major}.{max(have).minor + 1}" not in torch, "a newer torch is declared than the newest tested"
+    rows = {row["torch"].rpartition(".")[0]: row["python"] for row in load_matrix().rows("python_torch")}
+    for found in have:
+        assert set(matrix["python"]) <= set(rows[f"{found.major}.{found.minor}"])
+
+
+def python_requirement() -> str:
+    return re.search(r'^requires-python = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+
+
+def test_self_hosted_labels() -> None:
+    jobs = workflow(ROOT / ".github" / "workflows" / "devices.yml")["jobs"].values()
+    assert [job["runs-on"] for job in jobs] == [["self-hosted", "cuda-h200"], ["self-hosted", "ascend-950"]]
+
+
+# ------------------------------------------------------------------------------------------------------------ rest
+
+
+def test_the_kernels_oldest_torch_is_one_number() -> None:
+    target = re.search(r'^TORCH_TARGET = "0x(\w\w)(\w\w)0{12}"', (ROOT / "setup.py").read_text(), re.M)
+    assert tuple(int(part, 16) for part in target.groups()) == native.MIN_TORCH
+    oldest = ".".join(map(str, native.MIN_TORCH))
+    assert f"torch>={oldest}" in pyproject("requires")
+
+
+def test_hooks_and_make_check_use_the_same_tools() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    tools = dict(line.split("==") for line in (ROOT / "ci" / "lint.txt").read_text().splitlines() if "==" in line)
+    assert {repo["rev"] for repo in hooks} == {f"v{tools['ruff']}", f"v{tools['clang-format']}"}
+
+
+def test_issue_forms_ask_for_the_doctors_report() -> None:
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    for form in forms:
+        body = yaml.safe_load(form.read_text())["body"]
+        asked = [field["attributes"] for field in body if field.get("validations", {}).get("required")]
+        assert any("kvbackend doctor --report" in field.get("description", "") for field in asked), form.name
+    assert forms
+
+
+def test_contributing_is_short() -> None:
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 150
