@@ -81,7 +81,8 @@ def check_this_isa(wanted: str) -> None:
         for dtype in DTYPES:
             for sample, args in registry[name].make_samples("cpu", dtype):
                 cell = run_cell(registry[name], "cpu", "cpu", dtype, sample, args)
-                assert cell.status == "pass" or sample == "v32_nvfp4_352", f"{name} {dtype} {sample}: {cell}"
+                refused = sample == "v32_nvfp4_352" or sample.startswith("fp8 queries")
+                assert cell.status == ("refused" if refused else "pass"), f"{name} {dtype} {sample}: {cell}"
     generator = torch.Generator().manual_seed(3)
     scores = torch.randint(-5000, 5000, (3, 40000), generator=generator).float()
     for k in (7, 512, 2048, 30000):
