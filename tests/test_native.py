@@ -93,6 +93,7 @@ def test_without_the_library_everything_works_on_the_reference(tmp_path: Path) -
 
 @pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "amx"])
 def test_instruction_sets_can_be_forced_down(isa: str) -> None:
+    pytest.importorskip("kvbackend._build", reason="the pybind11 module is not built")
     features = native.build_facts()["cpu_features"]
     needs = {"amx": "amx_bf16", "avx512": "avx512", "avx2": "avx2"}
     best = next((name for name, feature in needs.items() if features[feature]), "plain")
@@ -105,7 +106,9 @@ def test_instruction_sets_can_be_forced_down(isa: str) -> None:
 
 
 def test_build_facts() -> None:
+    pytest.importorskip("kvbackend._build", reason="the pybind11 module is not built")
     facts = native.build_facts()
+    assert "cpu" in facts["build"]["libraries"].split()
     assert facts["build"]["torch"].startswith("2.")
     assert facts["build"]["torch_target"] == ".".join(map(str, native.MIN_TORCH))
     listed = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
@@ -113,7 +116,8 @@ def test_build_facts() -> None:
         assert facts["cpu_features"][feature] == (feature in listed), feature
 
 
-@pytest.mark.usefixtures("fresh")
-def test_without_the_library_the_build_facts_are_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "FOLDER", tmp_path)
-    assert "not built" in native.build_facts()["build"]
+def test_a_missing_module_sends_to_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvbackend._build", None)
+    monkeypatch.delattr("kvbackend._build", raising=False)
+    with pytest.raises(ImportError, match=r"run: kvbackend doctor$"):
+        native.build_facts()

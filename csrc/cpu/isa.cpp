@@ -3,7 +3,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <string>
 
 #include "kernel.h"
 #if defined(KVBACKEND_X86) && defined(__linux__)
@@ -49,23 +48,6 @@ Isa choose() {
   return std::min(lower, best());
 }
 
-std::string facts() {
-  const CpuFeatures cpu = cpu_features();
-  const std::pair<const char*, bool> features[] = {{"avx2", cpu.avx2},
-                                                   {"avx512", cpu.avx512},
-                                                   {"avx512_bf16", cpu.avx512_bf16},
-                                                   {"avx512_fp16", cpu.avx512_fp16},
-                                                   {"amx_bf16", cpu.amx_bf16},
-                                                   {"amx_int8", cpu.amx_int8}};
-  std::string json = R"({"build": {"compiler": ")" __VERSION__ R"(", "torch": ")" KVBACKEND_BUILT_WITH_TORCH
-                     R"(", "torch_target": "2.10"}, "cpu_features": {)";
-  for (const auto& [name, present] : features) {
-    if (name != features[0].first) json += ", ";
-    json += '"' + std::string(name) + "\": " + (present ? "true" : "false");
-  }
-  return json + "}}";
-}
-
 }  // namespace
 
 Isa isa() {
@@ -79,12 +61,6 @@ extern "C" {
 
 // One schema a line; kvbackend/native.py compares them with those of the Python side.
 __attribute__((visibility("default"))) const char* kvbackend_stamp() { return KVBACKEND_STAMP; }
-
-// How this library was compiled and what this CPU can do, in JSON.
-__attribute__((visibility("default"))) const char* kvbackend_facts() {
-  static const std::string json = kvbackend::facts();
-  return json.c_str();
-}
 
 __attribute__((visibility("default"))) const char* kvbackend_isa() {
   switch (kvbackend::isa()) {

@@ -1,4 +1,4 @@
-// What this CPU can do, as far as the kernels care.
+// What this CPU can do, as far as the kernels care. No torch: the pybind11 module includes it too.
 #pragma once
 
 namespace kvbackend {

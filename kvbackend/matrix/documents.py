@@ -39,7 +39,10 @@ def origin(devices: Iterable[str]) -> dict[str, Any]:
     host: dict[str, Any] = dict(
         platform=platform.platform(), machine=platform.machine(), python=platform.python_version()
     )
-    host |= build_facts()
+    try:
+        host |= build_facts()
+    except ImportError as error:
+        host["build"] = str(error)
     return dict(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
         commit=commit(),
