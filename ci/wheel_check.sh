@@ -4,15 +4,15 @@
 #
 #   ci/wheel_check.sh                      the torch of ci/constraints.txt
 #   ci/wheel_check.sh 2.10.0 2.14.1        others; from an index with CUDA builds only, 6 GB each
-#   ci/wheel_check.sh --reuse [TORCH...]   the second wheel takes over the objects of all but the plain builds: minutes less
+#   ci/wheel_check.sh --once [TORCH...]    no second wheel, which compiles everything again: minutes less
 #
 # Needs what builds kvbackend (`make setup`) and git. Environments stay in build/wheel for the next run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python="$(realpath -s "${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || command -v python3)}")"
-reuse=
-[ "${1:-}" = --reuse ] && { reuse=1; shift; }
+once=
+[ "${1:-}" = --once ] && { once=1; shift; }
 [ $# -gt 0 ] || set -- "$(sed -n 's/^torch==//p' ci/constraints.txt)"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
@@ -44,14 +44,10 @@ tar --extract --file dist/*.tar.gz --directory "$work/unpacked" --strip-componen
 (cd "$work/unpacked" && git -C "$OLDPWD" ls-files | grep -v '^\.' | xargs ls -d >/dev/null)
 
 wheel . "$PWD/dist"
-objects="build/cpu-$(uname -m)"
-if [ "$reuse" ]; then
-    mkdir -p "$work/unpacked/$objects"
-    cp --archive "$objects"/*.{avx2,avx512,amx}.* "$work/unpacked/$objects/"
-    touch "$work/unpacked/$objects"/*.o # newer than the sources, which were just unpacked
+if [ ! "$once" ]; then
+    wheel "$work/unpacked" "$work"
+    same dist/*.whl "$work"/*.whl
 fi
-wheel "$work/unpacked" "$work"
-same dist/*.whl "$work"/*.whl
 "$python" -m zipfile --extract dist/*.whl "$work/installed"
 [ -f "$work/installed/kvbackend/_lib/libkvbackend_cpu.so" ] || { echo "the CPU kernels were not built" >&2; exit 1; }
 if grep --recursive --files-with-matches --fixed-strings -e "$PWD" -e "$work" -e site-packages/torch "$work/installed"; then
