@@ -377,7 +377,9 @@ def test_default_model_keeps_its_text_in_half_the_bytes(command):
     document = json.loads(out)
     (found,) = document["schemes"]
     assert 10 < document["baseline"]["perplexity"] < 60
-    assert abs(found["perplexity_change"]) < 0.03
+    assert (
+        0 < found["kl"] < 0.03
+    )  # the perplexity of 64 tokens scatters by some percent with the text, which is Python's
     assert 0.5 <= found["cache_bytes"] / found["cache_bytes_fp16"] < 0.501
     assert found["top1_agreement"] > 0.9
 
