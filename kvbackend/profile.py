@@ -82,7 +82,7 @@ def need_place(path: str | os.PathLike[str]) -> None:
     """Raise ArgumentError where a file could not be written: to be asked before long work, not after it."""
     target = Path(path)
     if target.is_dir() or not target.name:
-        raise ArgumentError(f"{str(path)!r} is a folder; a file is written there: name one")
+        raise ArgumentError(f"{os.fspath(path)!r} names no file; one is written there: name it")
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise ArgumentError(
             f"{target} cannot be written; its folder must exist and be writable: make it, or name another"

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,6 +273,12 @@ def test_a_plugin_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.Monkey
         assert "no_such_package_at_all" in verdict.reasons[0]
     finally:
         reshape_and_cache.dispatcher.forget()
+
+
+def test_a_plugin_that_lacks_a_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "lacks_a_library.py").write_text("raise OSError('libtoy.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "libtoy.so" in next(iter(backends._load("broken", "lacks_a_library").missing()))
 
 
 def test_many_signatures_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

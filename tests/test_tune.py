@@ -199,9 +199,14 @@ def test_a_profile_of_another_model_is_refused(command, folder, tmp_path):  # no
         assert f"--profile was measured on large; the model is {folder.name}, which may lose more" in err
 
 
-def test_a_folder_that_does_not_exist(command, tmp_path):
-    code, out, err = command("tune", "--output", tmp_path / "nowhere" / "profile.toml")
-    assert (code, out, "in a folder that does not exist" in err) == (2, "", True)
+def test_a_place_where_nothing_can_be_written(command, tmp_path):
+    for place, why in (
+        (tmp_path / "nowhere" / "profile.toml", "its folder must exist"),
+        (tmp_path, "names no file"),
+        ("", "names no file"),
+    ):
+        code, out, err = command("tune", "--output", place)
+        assert (code, out, why in err) == (2, "", True)
     with pytest.raises(ArgumentError, match="its folder must exist and be writable"):
         FOUND.write(tmp_path / "nowhere" / "profile.toml")
 

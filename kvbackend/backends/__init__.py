@@ -114,7 +114,7 @@ def _load(name: str, package: str) -> Backend:
             getattr(module, "EVIDENCE", TRANSLATED),
             getattr(module, "EVIDENCE_OF", {}),
         )
-    except (ImportError, SyntaxError, AttributeError) as error:  # a plugin's fault must not take the others away
+    except Exception as error:  # a plugin's fault must not take the others away
         reason = f"backend package {package} cannot be used ({error})"
 
         def broken() -> Iterator[str]:

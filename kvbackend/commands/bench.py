@@ -46,12 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print."""
-    if args.model:
+    asked = [name for name in ("model", "crossover", "curves", "peers") if getattr(args, name) not in (None, False)]
+    if len(asked) > 1:
+        raise ArgumentError(f"--{' and --'.join(asked)} are given; each measures something of its own: give one")
+    if args.plot is not None and not args.curves:
+        raise ArgumentError(f"--plot is {args.plot!r} without --curves; it draws those: add --curves")
+    if args.crossover and args.ops:
+        raise ArgumentError(f"--crossover is given with {' '.join(args.ops)}; it measures no single op: leave them out")
+    if args.model is not None:
         return roofline(args)
     if args.crossover:
         return crossover(args)
-    if args.plot and not args.curves:
-        raise ArgumentError(f"--plot is {args.plot!r} without --curves; it draws those: add --curves")
     if args.curves:
         return curves(args)
     import torch
@@ -146,7 +151,7 @@ def curves(args: argparse.Namespace) -> int:
         raise ArgumentError(
             f"--curves was asked for {', '.join(wrong)}; it has {' and '.join(OPS)}: name these, or none"
         )
-    if args.plot:
+    if args.plot is not None:
         need_plot(args.plot)
     points = list(measured(args.ops or OPS))
     if args.plot:

@@ -34,7 +34,7 @@ exit codes: 0 done, 1 no backend can run the model, 2 wrong usage or something i
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG.replace("%", "%%")
+    parser.epilog = _EPILOG
     parser.add_argument("schemes", metavar="SCHEME", nargs="*", help="default: a list of all kinds")
     parser.add_argument("--sweep", choices=["granularity"], help="fp8 and fp4 with scales from per tensor to per 16")
     parser.add_argument("--model", metavar="PATH", help="a Hugging Face folder or a .gguf file; default: as for run")

@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         if backend not in names():
             raise ArgumentError(f"--backend is {backend!r}; installed are {', '.join(names())}: choose one of these")
     devices = devices_of(args.device)
-    if args.html:
+    if args.html is not None:
         profile.need_place(args.html)
     found = run(chosen, args.backend, devices, args.quick, asking=not args.device)
     document = documents.document(found, devices, args.quick)

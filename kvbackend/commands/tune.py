@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError
-from ..profile import Profile
+from ..profile import Profile, need_place
 from ._output import print_json, print_table
 from .eval import evaluator, positive
 
@@ -48,8 +47,7 @@ def percent(text: str) -> float:
 def main(args: argparse.Namespace) -> int:
     """Run the command."""
     args.calibration = None
-    if not Path(args.output).parent.is_dir():
-        raise ArgumentError(f"--output is {args.output!r}, in a folder that does not exist: make it, or name another")
+    need_place(args.output)
     with evaluator(args, lambda: settings_of(args)) as made:
         from ..tune import tune
 

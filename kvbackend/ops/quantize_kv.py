@@ -49,7 +49,8 @@ def quantize_kv(
     for a computed scale. Formats without scales keep both. Undefined: a given scale that is not positive and finite.
     Source: OCP MX 1.0; KIVI (arXiv 2402.02750); NVIDIA NVFP4; DeepSeek-V4.1 (arXiv 2609.19969); vLLM 0.33 for int8.
     """
-    return split.encode(x, kv_format, role, global_scale, scale)
+    codes, scales = split.encode(x, kv_format, role, global_scale, scale)
+    return codes.contiguous(), scales.contiguous()  # whatever x's strides are
 
 
 @quantize_kv.check

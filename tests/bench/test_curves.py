@@ -51,6 +51,10 @@ def test_threads_are_set_back() -> None:
         (["--curves", "copy_blocks"], "it has paged_attention and mla_attention"),
         (["--plot", "x.png"], "add --curves"),
         (["--curves", "--plot", "x.nothing"], "must be a .png"),
+        (["--curves", "--peers"], "--curves and --peers are given"),
+        (["--model", "ascend950pr_9599", "--crossover"], "each measures something of its own"),
+        (["--crossover", "transcode"], "it measures no single op"),
+        (["--model", ""], "''"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

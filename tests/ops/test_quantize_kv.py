@@ -200,3 +200,9 @@ def test_metadata_alone_tells_a_wrong_granularity() -> None:
     dequantize_kv.validate(read)
     with pytest.raises(kvbackend.ArgumentError, match=r"scales has shape \[127, 2\]"):
         dequantize_kv.validate(read | {"scales": INT8[1][1:]})
+
+
+@pytest.mark.parametrize("kv_format", ["int8:token_head", "fp8_e4m3", "fp8_e5m2:head"])
+def test_codes_are_dense_whatever_strides_rows_have(kv_format: str) -> None:
+    rows = torch.randn(64, 2, 5, dtype=torch.float64).permute(2, 1, 0)
+    assert all(part.is_contiguous() for part in quantize_kv(rows, kv_format))
