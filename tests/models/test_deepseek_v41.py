@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -63,7 +64,7 @@ class Model:
             for tensor in pages.by_block + pages.by_sequence:
                 tensor.view(torch.uint8).fill_(255)  # NaN in every float dtype
         rope, dtype = self.config.rope_dim, torch.float64
-        self.tables = cos_sin_table(256, rope, 1e4, dtype=dtype), cos_sin_table(256, rope, 1.6e5, YARN, dtype=dtype)
+        self.tables = cos_sin_table(1100, rope, 1e4, dtype=dtype), cos_sin_table(1100, rope, 1.6e5, YARN, dtype=dtype)
         self.selections: list[torch.Tensor] = []
 
     def step(self, *parts: tuple[int, torch.Tensor]) -> torch.Tensor:
@@ -183,6 +184,19 @@ def test_chunks_change_nothing():
         other = Model()
         assert_close(other.chunks(hidden_of(), cuts), whole, **EXACT)
         assert torch.equal(torch.cat(other.selections), model.selections[0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads"),
+    [(1, 16), (2, 32), (63, 64), (64, 16), (65, 32), (127, 64), (128, 16), (129, 32), (1025, 16), (1026, 16)],
+)
+def test_lengths_and_heads_that_found_faults_elsewhere(tokens, heads):
+    """In one piece, and cut after an odd number of tokens, short ones after an even one too."""
+    config, hidden = replace(config_of(), num_heads=heads), hidden_of(tokens)
+    whole = Model(config, num_blocks=140).chunks(hidden, [])
+    assert whole.isfinite().all()
+    for cut in {tokens // 2 | 1, tokens // 2 if tokens < 1000 else 0} - {0, tokens}:
+        assert_close(Model(config, num_blocks=140).chunks(hidden, [cut]), whole, **EXACT)
 
 
 def test_chunks_of_quantized_rows_change_no_bit_of_them():
