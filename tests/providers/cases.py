@@ -150,6 +150,15 @@ def flash_mla_shared_kv_attention(dtype: torch.dtype) -> Iterator[tuple[str, Cal
     yield "rotated back", shared_kv_attention(dtype, cos_sin=cos_sin_table(64, 64, 1e4))
     yield "all entries", call | dict(topk_indices=None)
     yield "window only", call | dict(topk_indices=None, compressed_cache=None, block_table=None, kv_format="auto")
+    no_window = dict(window_cache=call["window_cache"][:0], window_table=torch.full_like(call["window_table"], -1))
+    yield "no block of the window, entries", call | no_window
+    yield (
+        "no block of either",
+        call
+        | no_window
+        | dict(compressed_cache=call["compressed_cache"][:0], block_table=torch.full_like(call["block_table"], -1)),
+    )
+    yield "no entry chosen", call | dict(topk_indices=call["topk_indices"][:, :0])
     yield "no sinks, no lse", shared_kv_attention(dtype, sinks=None, return_lse=False)
     table, window_table = call["block_table"].long(), call["window_table"].clone()
     table[:, 0], window_table[:, 1] = -1, -1

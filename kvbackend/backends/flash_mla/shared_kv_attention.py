@@ -33,34 +33,38 @@ def run(
     q, window_cache, window_table, seq_lens, cu_seqlens_q, max_seqlen_q, softmax_scale, window, kv, compressed_cache,
     block_table, topk_indices, compress_ratio, window_format, kv_format, sinks, cos_sin, return_lse,
 ):  # fmt: skip
-    num_tokens, num_heads, dim = q.shape
-    if 0 in (num_tokens, *window_table.shape, window_cache.shape[0]) or max_seqlen_q <= 0:
-        lse = q.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32)
-        return torch.zeros_like(q), lse
+    num_tokens, dim = q.shape[0], q.shape[2]
+    if num_tokens == 0 or seq_lens.shape[0] == 0 or max_seqlen_q <= 0:
+        return sees_nothing(q, return_lse)
     sequence, own = _math.query_positions(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens)
-    pages = records(window_cache)
-    block_size = pages.shape[1]
-    ring = window_table.shape[1] * block_size  # rows of a sequence; position p is row p % ring
-    position = own[:, None] - torch.arange(window, device=q.device)  # [T, window]
-    held = (position >= 0) & (position >= seq_lens[sequence][:, None] - ring)
-    slots = sparse.slots_of(position % ring, held & (own >= 0)[:, None], window_table[sequence], block_size)
-    extra_pages = extra_slots = None
-    if compressed_cache is not None and 0 not in (*block_table.shape, compressed_cache.shape[0]):
-        extra_pages = records(compressed_cache)
-        rows = extra_pages.shape[1]
+    scopes = []  # pages and their slots: a pool without blocks gives none
+    if 0 not in (window_table.shape[1], window_cache.shape[0]):
+        pages = records(window_cache)
+        ring = window_table.shape[1] * pages.shape[1]  # rows of a sequence; position p is row p % ring
+        position = own[:, None] - torch.arange(window, device=q.device)  # [T, window]
+        held = (position >= 0) & (position >= seq_lens[sequence][:, None] - ring) & (own >= 0)[:, None]
+        scopes.append((pages, sparse.slots_of(position % ring, held, window_table[sequence], pages.shape[1])))
+    if compressed_cache is not None and 0 not in (block_table.shape[1], compressed_cache.shape[0]):
+        pages = records(compressed_cache)
         if topk_indices is None:
-            topk_indices = torch.arange(block_table.shape[1] * rows, device=q.device).expand(num_tokens, -1)
+            topk_indices = torch.arange(block_table.shape[1] * pages.shape[1], device=q.device).expand(num_tokens, -1)
         visible = (topk_indices >= 0) & (topk_indices < ((own.clamp(min=-1) + 1) // compress_ratio)[:, None])
-        extra_slots = sparse.slots_of(topk_indices, visible, block_table[sequence], rows)
-        if extra_slots.shape[1] == 0:
-            extra_pages = extra_slots = None
-    out, lse = sparse.decode(q, pages, slots, softmax_scale, sinks, extra_pages, extra_slots)
+        if topk_indices.shape[1] > 0:
+            scopes.append((pages, sparse.slots_of(topk_indices, visible, block_table[sequence], pages.shape[1])))
+    if not scopes:
+        return sees_nothing(q, return_lse)
+    out, lse = sparse.decode(q, scopes, softmax_scale, sinks)
     out, lse = sparse.cleaned(out, lse, return_lse)
     if cos_sin is not None:
         plain = dim - cos_sin.shape[1]
         turned = _math.rotate_at(out[..., plain:], own, cos_sin, interleaved=True, inverse=True)
         out = torch.cat((out[..., :plain], turned), -1)
     return out, lse
+
+
+def sees_nothing(q, return_lse):
+    lse = q.new_full(q.shape[:2] if return_lse else (0,), -torch.inf, dtype=torch.float32)
+    return torch.zeros_like(q), lse
 
 
 def records(pages):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,12 +33,15 @@ def heads_padded(q: Tensor) -> Tensor:
 
 
 def decode(
-    q: Tensor, pages: Tensor, slots: Tensor, softmax_scale: float, sinks: Tensor | None = None,
-    extra_pages: Tensor | None = None, extra_slots: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Queries [T, H, D] over records [nb, bs, 1, bytes]: out [T, H, 512] and lse [T, H], natural logarithm."""
+    q: Tensor, scopes: Sequence[tuple[Tensor, Tensor]], softmax_scale: float, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Queries [T, H, D] over one or two pools of records, in one softmax: out [T, H, 512] and lse [T, H], natural log.
+
+    scopes   (pages [nb, bs, 1, bytes], slots [T, n] int32) of each pool
+    """
     import flash_mla
 
+    (pages, slots), *extra = scopes
     num_heads, q, slots = q.shape[1], heads_padded(q), aligned(slots)
     more: dict[str, Any] = {}
     if sinks is not None:
@@ -45,7 +49,7 @@ def decode(
     outs, lses = [], []
     for first in range(0, q.shape[0], CHUNK):
         part = slice(first, first + CHUNK)
-        if extra_pages is not None and extra_slots is not None:
+        for extra_pages, extra_slots in extra:
             more |= dict(extra_k_cache=extra_pages, extra_indices_in_kvcache=aligned(extra_slots[part]))
         out, lse = flash_mla.flash_mla_with_kvcache(
             q=q[part, None],  # [t, 1, H, D]: each query a sequence, so that the scheduler may split it

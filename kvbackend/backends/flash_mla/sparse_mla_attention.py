@@ -50,7 +50,7 @@ def run(
     q = latent.query(q_nope, q_pe)
     if kv_format == RECORD:
         pages = ckv_cache.view(ckv_cache.shape[0], rows, 1, -1)
-        return sparse.cleaned(*sparse.decode(q, pages, slots, softmax_scale), return_lse)
+        return sparse.cleaned(*sparse.decode(q, [(pages, slots)], softmax_scale), return_lse)
     import flash_mla
 
     kv = latent.joined(ckv_cache, kpe_cache).flatten(0, 1)[:, None]  # [nb * bs, 1, 576]: one kv head
