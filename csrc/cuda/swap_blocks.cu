@@ -1,5 +1,6 @@
 // Blocks of one pool onto blocks of another: on one GPU by a kernel that the pairs travel with; to and from the host,
 // and between GPUs, as one batch of asynchronous copies in the order of the current stream.
+#include "../common/pools.h"
 #include "copy.h"
 
 namespace kvbackend::cuda {
@@ -71,13 +72,7 @@ void batched(const std::vector<Copy>& copies, const char* from, char* to, cudaSt
 }  // namespace
 
 void swap_blocks(const Tensor& source, const Tensor& target, const Tensor& block_mapping) {
-  KVBACKEND_CHECK(source.dim() > 0 && source.dim() == target.dim(), "source has ", source.dim(), " dims and target ",
-                  target.dim(), "; both must have blocks and equal pages: reshape them");
-  for (int64_t dim = 1; dim < source.dim(); ++dim) {
-    KVBACKEND_CHECK(source.size(dim) == target.size(dim), "source has size ", source.size(dim), " in dim ", dim,
-                    " and target ", target.size(dim), "; pages must be of one shape: pass pools of one layout");
-  }
-  expect_dtype(target, "target", source.scalar_type());
+  expect_equal_pages(source, target);
   const int32_t device = target.is_cuda() ? target.get_device_index() : source.get_device_index();
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
