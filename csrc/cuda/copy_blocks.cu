@@ -9,6 +9,8 @@ void copy_blocks(const Tensor& cache, const Tensor& block_mapping) {
   expect_shape(block_mapping, "block_mapping", {num_pairs, 2});
   const bool wide = block_mapping.scalar_type() == ScalarType::Long;
   if (!wide) expect_dtype(block_mapping, "block_mapping", ScalarType::Int);
+  KVBACKEND_CHECK(block_mapping.is_cuda() && block_mapping.get_device_index() == cache.get_device_index(),
+                  "block_mapping is elsewhere; it must be on the cache's device, where the kernel reads it: move it");
   const DeviceGuard guard(cache.get_device_index());
   const cudaStream_t stream = current_stream(cache.get_device_index());
   const Page page = page_of(cache, cache);

@@ -13,6 +13,8 @@ Pairs pairs_of(const Tensor& block_mapping) {
   expect_shape(block_mapping, "block_mapping", {num_pairs, 2});
   const bool wide = block_mapping.scalar_type() == ScalarType::Long;
   if (!wide) expect_dtype(block_mapping, "block_mapping", ScalarType::Int);
+  KVBACKEND_CHECK(block_mapping.is_cpu(),
+                  "block_mapping is on a device; it must be on the host, where the copies are issued: build it there");
   const auto at = [&](int64_t i, int64_t column) {
     const int64_t offset = i * block_mapping.stride(0) + column * block_mapping.stride(1);
     const void* ids = block_mapping.const_data_ptr();
