@@ -24,7 +24,6 @@ SCHEMA = "kvbackend-matrix-merged/1"
 COLUMNS = {"cpu": "CPU", "cuda": "CUDA", "npu": "Ascend"}  # device type -> heading of the support table
 BEGIN, END = "<!-- support table: kvbackend matrix merge --readme -->", "<!-- end of the support table -->"
 HEAD = ("date", "version", "commit", "versions", "devices", "chips", "quick")  # what is kept of a document
-_KEYS = ("op", "backend", "device", "dtype", "format", "sample")
 
 
 class Key(NamedTuple):
@@ -109,14 +108,39 @@ def _run(document: Mapping[str, Any]) -> Run:
     devices = set(document["chips"])
     cells = {}
     for cell in document["cells"]:
-        key = _key(**{name: cell[name] for name in _KEYS} | {"device": cell["device"].partition(":")[0]})
+        key = _key(**{name: cell[name] for name in Key._fields} | {"device": cell["device"].partition(":")[0]})
         if key.device in devices:
             cells[key] = _verdict(cell["status"], cell["reasons"])
-    return Run({name: document[name] for name in HEAD}, cells)
+    return Run(_head(document), cells)
+
+
+def _head(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a document. Raises ValueError for what `documents.origin` never writes."""
+    head = {name: document[name] for name in HEAD}
+    chips = head["chips"]
+    fits = dict(
+        date=_texts(head["date"]),
+        version=_texts(head["version"]),
+        commit=head["commit"] is None or _texts(head["commit"]),
+        versions=isinstance(head["versions"], dict) and _texts(*head["versions"].values()),
+        devices=isinstance(head["devices"], list) and _texts(*head["devices"]),
+        chips=isinstance(chips, dict)
+        and all(isinstance(chip, dict) and _texts(chip.get("name"), chip.get("arch")) for chip in chips.values()),
+        quick=isinstance(head["quick"], bool),
+    )
+    if wrong := [name for name in HEAD if not fits[name]]:
+        raise ValueError(f"{wrong[0]} is {head[wrong[0]]!r}")
+    return head
+
+
+def _texts(*values: object) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _key(**names: str) -> Key:
     """The names of ops and backends are shown in Markdown: they must be such."""
+    if not _texts(*names.values()):
+        raise ValueError(f"a cell is of {names}")
     for name in (names["op"], names["backend"]):
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"{name!r} is no name of an op or a backend")
@@ -146,7 +170,7 @@ def pack(run: Run) -> dict[str, Any]:
 
 def _unpack(packed: Mapping[str, Any]) -> Run:
     cells = {
-        _key(**{name: group[name] for name in _KEYS[:3]}, dtype=dtype, format=kv_format, sample=sample): _verdict(
+        _key(**{name: group[name] for name in Key._fields[:3]}, dtype=dtype, format=kv_format, sample=sample): _verdict(
             group["status"], group["reasons"]
         )
         for group in packed["groups"]
@@ -154,7 +178,7 @@ def _unpack(packed: Mapping[str, Any]) -> Run:
         for kv_format, samples in group["samples"].items()
         for sample in samples
     }
-    return Run({name: packed[name] for name in HEAD}, cells)
+    return Run(_head(packed), cells)
 
 
 # ------------------------------------------------------------------------------------------------------- merging
@@ -163,7 +187,7 @@ def _unpack(packed: Mapping[str, Any]) -> Run:
 def distinct(runs: Iterable[Run]) -> list[Run]:
     """Oldest first; a run that is there twice, in a document and in a merged one, counts once."""
     found: list[Run] = []
-    for run in sorted(runs, key=lambda run: str(run.head["date"])):
+    for run in sorted(runs, key=lambda run: run.head["date"]):
         if run not in found:
             found.append(run)
     return found
@@ -190,7 +214,7 @@ def document(runs: Sequence[Run]) -> dict[str, Any]:
 def remarks(runs: Sequence[Run]) -> list[str]:
     """What a reader of the table must know: contradictions, and runs of different versions of kvbackend."""
     found = [f"Conflict: {conflict}" for conflict in conflicts(runs)]
-    versions = dict.fromkeys(str(run.head["version"]) for run in runs)
+    versions = dict.fromkeys(run.head["version"] for run in runs)
     if len(versions) > 1:
         found.append(f"The runs are of different versions of kvbackend: {', '.join(versions)}")
     return found

@@ -102,7 +102,7 @@ def _covers(row: Mapping[str, str], head: Mapping[str, Any]) -> bool:
     chip, have = head["chips"].get(row["device"]), head["versions"]
     return (
         chip is not None
-        and str(chip["arch"]).startswith(row["arch"])
+        and chip["arch"].startswith(row["arch"])
         and all(_same(name, row[name], have.get(name, "")) for name in VERSIONS[row["device"]])
     )
 

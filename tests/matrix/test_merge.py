@@ -190,11 +190,29 @@ def test_the_table_is_written_between_the_markers_of_a_readme(write, capsys: pyt
         ({"schema": "kvbackend-matrix-merged/1", "runs": [{"groups": 3}]}, "is not whole"),
         (H200 | {"cells": [H200["cells"][0] | {"backend": "a|b"}]}, "'a|b' is no name of an op or a backend"),
         (H200 | {"fake": True}, "was made over a fake of the device"),
+        (H200 | {"chips": "cpu"}, "is not whole (ValueError: chips is 'cpu')"),
+        (H200 | {"chips": {"cuda": {"name": "a"}}}, "is not whole (ValueError: chips is {'cuda': {'name': 'a'}})"),
+        (H200 | {"chips": {"cuda": "a"}}, "is not whole (ValueError: chips is {'cuda': 'a'})"),
+        (H200 | {"date": 5}, "is not whole (ValueError: date is 5)"),
+        (H200 | {"version": None}, "is not whole (ValueError: version is None)"),
+        (H200 | {"commit": 5}, "is not whole (ValueError: commit is 5)"),
+        (H200 | {"versions": None}, "is not whole (ValueError: versions is None)"),
+        (H200 | {"versions": {"torch": 2.13}}, "is not whole (ValueError: versions is {'torch': 2.13})"),
+        (H200 | {"devices": [0]}, "is not whole (ValueError: devices is [0])"),
+        (H200 | {"quick": "no"}, "is not whole (ValueError: quick is 'no')"),
+        (H200 | {"cells": [H200["cells"][0] | {"dtype": None}]}, "is not whole (ValueError: a cell is of"),
+        (merge.document([merge.Run({}, {})]), "is not whole (KeyError: 'date')"),
+        (
+            merge.document([merge.Run({name: H200[name] for name in merge.HEAD} | {"versions": None}, {})]),
+            "is not whole (ValueError: versions is None)",
+        ),
     ],
 )
 def test_files_that_cannot_be_merged(content: Any, message: str, write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["matrix", "merge", write("bad.json", content)]) == 2
-    assert message in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
 
 
 @pytest.mark.parametrize(
