@@ -46,7 +46,7 @@ def read(path: str) -> list[Row]:
 
 def _rows(entry: Any, where: str) -> list[Row]:
     device = entry.get("device") if isinstance(entry, dict) else None
-    if device not in VERSIONS:
+    if not isinstance(device, str) or device not in VERSIONS:
         raise ArgumentError(f"{where} has device {device!r}; it must be one of {', '.join(VERSIONS)}: name one")
     names = {"device", "arch", *VERSIONS[device]}
     if entry.keys() != names:
@@ -55,8 +55,12 @@ def _rows(entry: Any, where: str) -> list[Row]:
             f"correct it"
         )
     choices = [value if isinstance(value, list) else [value] for value in entry.values()]
-    if not all(isinstance(value, str) for choice in choices for value in choice):
-        raise ArgumentError(f"{where} has values that are no text; versions are texts or lists of them: quote them")
+    for name, choice in zip(entry, choices, strict=True):
+        if not choice or not all(isinstance(value, str) and value for value in choice):
+            raise ArgumentError(
+                f"{where} has values that are no text or empty: {name} is {entry[name]!r}; it must be a text or a list "
+                f"of texts: quote it, or name one"
+            )
     return [dict(zip(entry, chosen, strict=True)) for chosen in product(*choices)]
 
 

@@ -70,8 +70,11 @@ def test_which_runs_cover_a_row(write, capsys: pytest.CaptureFixture[str]) -> No
         ("wanted = 3", "has no [[wanted]]"),
         ("[[wanted", "cannot be read"),
         ("[[wanted]]\ndevice = 'gpu'", "has device 'gpu'; it must be one of cpu, cuda, npu"),
+        ("[[wanted]]\ndevice = ['cpu']", "has device ['cpu']; it must be one of cpu, cuda, npu"),
         ("[[wanted]]\ndevice = 'cpu'", "for cpu it must name arch, device, python, torch"),
         ("[[wanted]]\ndevice = 'cpu'\narch = 'x'\npython = 3.11\ntorch = '2'", "has values that are no text"),
+        ("[[wanted]]\ndevice = 'cpu'\narch = 'x'\npython = []\ntorch = '2'", "python is []; it must be a text"),
+        ("[[wanted]]\ndevice = 'cpu'\narch = ''\npython = '3'\ntorch = '2'", "arch is ''; it must be a text"),
     ],
 )
 def test_files_that_say_nothing(text: str, message: str, tmp_path: Path) -> None:
