@@ -109,6 +109,8 @@ def test_matrix(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["matrix", "reshape_and_cach"], "there is no op 'reshape_and_cach'"),
         (["matrix", "--html", "/no/such/folder/page.html"], "its folder must exist and be writable"),
         (["matrix", "--html", "/tmp"], "'/tmp' names no file; one is written there"),
+        (["matrix", "--html", ""], "'' names no file; one is written there"),
+        (["matrix", "--readme", ""], "--readme is given without merge"),
         (["explain", "paged_attention", "--dtype", "int8"], "--dtype is 'int8'; samples come in float32"),
         (["plan", "--layers", "1000000000", "--kv-heads", "8", "--head-dim", "128"], "must be a whole number from 1"),
         (["plan", "--layers", "4", "--kv-heads", "8", "--latent", "512"], "--latent is given with --kv-heads"),

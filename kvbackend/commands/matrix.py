@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     if args.ops[:1] == [MERGE]:
         return merge(args)
     for option in ("markdown", "readme", "wanted"):
-        if getattr(args, option):
+        if getattr(args, option) not in (None, False):
             raise ArgumentError(
                 f"--{option} is given without merge; it shows documents that --json wrote: "
                 f"run kvbackend matrix merge FILE ... --{option}"
@@ -157,8 +157,12 @@ def merge(args: argparse.Namespace) -> int:
     given = [f"--{name}" for name in ("quick", "backend", "device") if getattr(args, name)]
     if given:
         raise ArgumentError(f"{', '.join(given)} is given with merge, which runs nothing: leave it out")
-    if args.json and args.markdown:
-        raise ArgumentError("--json and --markdown are given; both print to the same place: give one of the two")
+    for other in ("markdown", "wanted"):
+        if args.json and getattr(args, other):
+            raise ArgumentError(f"--json and --{other} are given; both print to the same place: give one of the two")
+    for option in ("html", "readme", "wanted"):
+        if getattr(args, option) == "":
+            raise ArgumentError(f"--{option} is ''; it takes a file: name one, or leave it out")
     if not args.ops[1:]:
         raise ArgumentError("merge names no file; it takes what `kvbackend matrix --json` wrote: name one or more")
     rows = wanted.read(args.wanted) if args.wanted else []
@@ -179,7 +183,7 @@ def merge(args: argparse.Namespace) -> int:
             print(run.line(number))
         for remark in merging.remarks(runs):
             print(remark)
-    if rows and not args.json:
+    if rows:
         shown = [(*describe(row), "".join(f"[{n}]" for n in wanted.covering(row, runs)) or "no run") for row in rows]
         print_table(("device", "architecture", "versions", "covered by"), shown)
     return int(any(status in ("fail", "crashed") for run in runs for status, _ in run.cells.values()))
