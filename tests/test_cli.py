@@ -69,6 +69,11 @@ def test_explain_says_where_automatic_sparsity_begins(
         assert "measured on" in found["why"]
         assert case.device in found["why"]
         assert document(capsys, *asked, "--reselect", "4")["automatic"]["dense_below"] == 800  # another case
+    on_meta = document(capsys, *asked, "--device", "meta")["automatic"]
+    assert (on_meta["case"]["device"], on_meta["dense_below"]) == ("meta", 800)
+    in_float64 = document(capsys, "explain", "sparse_attention", "--dtype", "float64")
+    assert in_float64["chosen"] == "reference"
+    assert "automatic" not in in_float64  # no cache holds it
     assert "automatic" not in document(capsys, "explain", "paged_attention")
     assert main(asked) == 0
     assert "automatic mode (dense_below='auto'): dense at every context; " in capsys.readouterr().out

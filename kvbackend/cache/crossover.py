@@ -85,6 +85,8 @@ def device_name(device: torch.device) -> str:
         lines = info.read_text().splitlines() if info.exists() else []
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    if device.type == "meta":
+        return "meta"  # shapes alone, on no chip
     return str(torch.get_device_module(device).get_device_name(device))
 
 

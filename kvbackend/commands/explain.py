@@ -1,6 +1,7 @@
 """`kvbackend explain OP`: who would run a call of this op here, and why the others would not.
 
-Of `sparse_attention`, also below which context automatic mode stays dense, and how that is known.
+Of `sparse_attention`, also below which context automatic mode stays dense, and how that is known; not in float64, which
+no cache holds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     if name not in samples:
         raise ArgumentError(f"--sample is {name!r}; {args.op} has {', '.join(samples)}: choose one")
     explanation = explain(args.op, **samples[name])
-    found = automatic(args) if args.op == "sparse_attention" else None
+    found = automatic(args) if args.op == "sparse_attention" and args.dtype != "float64" else None
     if args.json:
         more = {} if found is None else {"automatic": found}
         print_json("explain", explanation.to_dict() | {"sample": name, "dtype": args.dtype, **more})
