@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import ArgumentError
+from .profile import need_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +26,7 @@ def need_plot(path: str) -> None:
         raise ArgumentError(
             f"--plot is {path!r}; it must be a .png, .svg or .pdf file in a folder that exists: name such a file"
         )
+    need_place(path)
 
 
 def new_figure(width: float, height: float) -> Figure:

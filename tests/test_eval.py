@@ -351,6 +351,7 @@ def test_schemes_that_a_model_cannot_have_are_left_out_of_lists(command, folder)
         (["--contexts", "2000"], "the model's context is 1024"),
         (["int8", *SMALL, "--plot", "/nowhere/x.png"], "--plot is '/nowhere/x.png'; it must be a .png"),
         (["int8", *SMALL, "--plot", "x.table"], "--plot is 'x.table'; it must be a .png"),
+        (["int8", *SMALL, "--plot", ""], "--plot is ''; it must be a .png"),
     ],
 )
 def test_wrong_usage(command, folder, options, message):

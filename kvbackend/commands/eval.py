@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         args.schemes, args.calibration = [*args.schemes, found.scheme], args.calibration or found.calibration or None
     for scheme in args.schemes:
         parse(scheme)  # a misspelled one is told before the model loads
-    if args.plot:
+    if args.plot is not None:
         from ..evaluate.plot import plot
         from ..pictures import need_plot
 

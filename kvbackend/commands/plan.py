@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
     schemes = [] if args.compare and args.kv_format == "native" else [args.kv_format]
     plans = [_plan(source, scheme, args) for scheme in [*schemes, *args.compare]]
     steps = walk(plans[0].model) if args.walk else []
-    if args.plot:
+    if args.plot is not None:
         from ..planner.picture import plot
 
         plot(plans, args.plot)

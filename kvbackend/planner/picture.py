@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from ..errors import ArgumentError
+from ..pictures import need_plot, new_figure, save
 from .memory import GIB
 from .planning import Plan
 
 
 def plot(plans: Sequence[Plan], file: str) -> None:
     """Draw plans into a file, whose ending names the kind of picture."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ArgumentError(
-            f"--plot is {file!r} and matplotlib is not installed; plots need it: pip install matplotlib"
-        ) from error
-    kinds = sorted(FigureCanvasAgg.get_supported_filetypes())
-    if Path(file).suffix[1:] not in kinds:
-        raise ArgumentError(f"--plot is {file!r}; its ending must be one of {', '.join(kinds)}: write cache.png")
-    if not Path(file).resolve().parent.is_dir():
-        raise ArgumentError(f"--plot is {file!r}, in a folder that does not exist: create it or choose another")
+    need_plot(file)
     first = plans[0]
     longest = first.model.max_context or max(131072, first.context)
     contexts = sorted({max(1, int(longest / 2 ** (step / 4))) for step in range(41)})
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.5)
     lines, bars = figure.subplots(1, 2)
     for made in plans:
         lines.plot(contexts, [made.device_bytes_at(n) / GIB for n in contexts], label=made.scheme.name)
@@ -43,4 +30,4 @@ def plot(plans: Sequence[Plan], file: str) -> None:
         where = [layer.index + at * width for layer in made.cache.layers]
         bars.bar(where, [float(layer.per_token) for layer in made.cache.layers], width, label=made.scheme.name)
     bars.set(xlabel="layer", ylabel="bytes per token", title="per layer")
-    figure.savefig(file)
+    save(figure, file)

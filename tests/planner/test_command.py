@@ -167,6 +167,19 @@ def test_plots_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_pa
     assert not out
 
 
+def test_a_folder_or_nothing_is_no_place_for_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    for place, message in (
+        (tmp_path / "folder.png", "names no file; one is written there"),
+        ("", "--plot is ''; it must be a .png"),
+    ):
+        code, out, err = run(capsys, "llama-3-8b", "--plot", str(place))
+        assert code == 2
+        assert message in err
+        assert not out
+
+
 def test_without_matplotlib_the_message_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
