@@ -201,3 +201,4 @@ def _(device, dtype):
     yield "rope at read", call(pool, *mixed, rope_cos_sin=table, rope_interleaved=True)
     bias = Maker(device, torch.float32).randn(pool.num_blocks, pool.block_size, pool.kv_heads)
     yield "key bias", call(pool, *mixed, key_bias=bias)
+    yield "window beyond every key", call(pool, *mixed, window=2**31 - 1)

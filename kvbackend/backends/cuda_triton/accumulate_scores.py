@@ -36,6 +36,8 @@ def run(
     part_lse = torch.empty(num_seqs, splits, decode_queries, num_heads, dtype=torch.float32, device=q.device)
     seq_lens, cu_seqlens_q = seq_lens.contiguous(), cu_seqlens_q.contiguous()
     counted = num_tokens if last_queries < 0 else last_queries
+    if key_positions is None:
+        window = min(window, capacity)  # the kernel adds positions to it, in 32 bits
     args = (
         q, *q.stride(), *keys.rows, *keys.scales, keys.number, block_table, *block_table.stride(), seq_lens,
         cu_seqlens_q, seq_lens if key_positions is None else key_positions,
