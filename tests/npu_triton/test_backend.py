@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from importlib import import_module, metadata
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,25 @@ def test_a_kernel_is_compiled_for_the_950_and_any_grid(before: str | None, monke
     launching.start(kernel, (70000, 2), 5, BLOCK=16, num_warps=4, num_stages=1, enable_fp_fusion=False)
     assert kernel.seen == ((70000, 2), (5,), {"BLOCK": 16, "compile_on_910_95": True}, "1")
     assert os.environ.get(launching.EVERY_GRID) == before
+
+
+def test_threads_that_launch_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(launching.EVERY_GRID, raising=False)
+    begun, done = threading.Event(), threading.Event()
+
+    def first(**_: Any) -> None:
+        other.start()
+        begun.wait(0.2)  # in vain: the other must not begin before this one ends
+
+    def second(**_: Any) -> None:
+        begun.set()
+        done.wait()
+
+    other = threading.Thread(target=launching.start, args=({(1,): second}, (1,)))
+    launching.start({(1,): first}, (1,))
+    done.set()
+    other.join()
+    assert launching.EVERY_GRID not in os.environ
 
 
 def test_npu_tensors_are_launched_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:

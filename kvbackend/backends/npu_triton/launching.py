@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 EVERY_GRID = "TRITON_ALL_BLOCKS_PARALLEL"
 OPTIONS = {"compile_on_910_95": True}  # the 950 by its former name, which 3.2.0 does not find out by itself
 CUDA_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # mean nothing there
+_ONE_AT_A_TIME = threading.Lock()  # else a thread takes another's "1" for what was before
 
 
 @contextmanager
@@ -31,5 +33,5 @@ def every_grid() -> Iterator[None]:
 def start(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Compile, where that is not done, and start a kernel on the current NPU and its stream."""
     own = {name: value for name, value in constants.items() if name not in CUDA_OPTIONS}
-    with every_grid():
+    with _ONE_AT_A_TIME, every_grid():
         kernel[grid](*args, **own, **OPTIONS)
