@@ -59,13 +59,10 @@ def test_explain_says_where_automatic_sparsity_begins(
     assert found["dense_below"] == 800
     assert "not measured on this device: 8 times the 100 tokens that a query reads" in found["why"]
     case = crossover.Case(**found["case"])
-    for rows, below, mode in (
-        ([(1024, 9.0, 9.5), (2048, 18.0, 10.0)], 2048, "dense below 2048 tokens, sparse from there on"),
-        ([(1024, 9.0, 9.5)], None, "dense at every context"),
-    ):
+    for rows, below in (([(1024, 9.0, 9.5), (2048, 18.0, 10.0)], 2048), ([(512, 9.0, 9.5), (1024, 18.0, 19.0)], 2048)):
         crossover.save(case, [crossover.Row(*row, {}) for row in rows])
         found = document(capsys, *asked)["automatic"]
-        assert (found["dense_below"], found["mode"]) == (below, mode)
+        assert (found["dense_below"], found["mode"]) == (below, f"dense below {below} tokens, sparse from there on")
         assert "measured on" in found["why"]
         assert case.device in found["why"]
         assert document(capsys, *asked, "--reselect", "4")["automatic"]["dense_below"] == 800  # another case
@@ -76,7 +73,9 @@ def test_explain_says_where_automatic_sparsity_begins(
     assert "automatic" not in in_float64  # no cache holds it
     assert "automatic" not in document(capsys, "explain", "paged_attention")
     assert main(asked) == 0
-    assert "automatic mode (dense_below='auto'): dense at every context; " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "automatic mode (dense_below='auto'): dense below 2048 tokens, sparse from there on; " in shown
+    assert "not faster up to 1024 tokens" in shown
 
 
 def test_matrix(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ from .paged import PagedCache
 from .sparse import SparseAttention, Sparsity
 from .stages import now
 
-SCHEMA = "kvbackend-crossover/1"
+SCHEMA = "kvbackend-crossover/2"
 CONTEXTS = tuple(1 << power for power in range(10, 17))
 ROUNDS = 9
 UNMEASURED = 8  # without a measurement: so many times the tokens that a query reads
-NEVER = 1 << 62  # tokens, where sparse attention was not faster at any context
+BEYOND = 2  # where sparse attention was not faster: so many times the largest context measured
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ def _medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(step[name] for step in steps[1:]) for name in steps[0]}
 
 
-def crossover(rows: Iterable[Row]) -> int:
-    """The first context from which on sparse was faster at every context measured; NEVER if at none."""
-    first = NEVER
+def crossover(rows: Iterable[Row]) -> int | None:
+    """The first context from which on sparse was faster at every context measured; None if there is none."""
+    first = None
     for row in sorted(rows, key=lambda row: -row.context):
         if row.sparse_us >= row.dense_us:
             break
@@ -198,13 +198,19 @@ def save(case: Case, rows: Iterable[Row]) -> None:
 
 def dense_below(case: Case) -> tuple[int, str]:
     """Tokens below which a case is faster dense, and how that is known, in words."""
+    read = case.topk + case.sinks + case.recent
+    unmeasured = UNMEASURED * read
     for entry in _entries():
         if entry["case"] == asdict(case):
-            tokens = int(entry["tokens"])
-            at = "at no context that was measured" if tokens == NEVER else f"from {tokens} tokens on"
-            return tokens, f"sparse attention is faster {at}, measured on {entry['date']} on {case.device}"
-    read = case.topk + case.sinks + case.recent
-    return UNMEASURED * read, (
+            measured = f"measured on {entry['date']} on {case.device}"
+            if (tokens := entry["tokens"]) is not None:
+                return tokens, f"sparse attention is faster from {tokens} tokens on, {measured}"
+            largest = max(row["context"] for row in entry["rows"])
+            return max(BEYOND * largest, unmeasured), (
+                f"sparse attention is not faster up to {largest} tokens, {measured}; beyond that not measured: run "
+                f"kvbackend bench --crossover with longer --contexts"
+            )
+    return unmeasured, (
         f"not measured on this device: {UNMEASURED} times the {read} tokens that a query reads; run kvbackend bench "
         f"--crossover to measure"
     )

@@ -177,10 +177,9 @@ def crossover(args: argparse.Namespace) -> int:
     contexts = numbers("--contexts", args.contexts)
     case, rows = crossover.measure(*case_of(args), getattr(torch, args.dtype), args.kv_format, contexts)
     crossover.save(case, rows)
-    tokens = crossover.crossover(rows)
     if args.json:
         found: dict[str, Any] = {"case": asdict(case), "rows": [asdict(row) for row in rows]}
-        found["tokens"] = None if tokens == crossover.NEVER else tokens
+        found["tokens"] = crossover.crossover(rows)
         print_json("bench", {"machine": case.device, "crossover": found})
         return 0
     shown = [

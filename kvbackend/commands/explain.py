@@ -64,6 +64,5 @@ def automatic(args: argparse.Namespace) -> dict[str, Any]:
     cache = PagedCache([layer], 1, 16, getattr(torch, args.dtype), args.device, kv_format=args.kv_format)
     case = crossover.Case.of(cache, 0, heads, sparsity)
     below, why = crossover.dense_below(case)
-    never = below == crossover.NEVER
-    mode = "dense at every context" if never else f"dense below {below} tokens, sparse from there on"
-    return {"dense_below": None if never else below, "mode": mode, "why": why, "case": asdict(case)}
+    mode = f"dense below {below} tokens, sparse from there on"
+    return {"dense_below": below, "mode": mode, "why": why, "case": asdict(case)}

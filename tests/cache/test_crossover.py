@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import kvbackend
 from kvbackend import ArgumentError
 from kvbackend.cache import GqaLayer, PagedCache, SparseAttention, Sparsity, crossover
-from kvbackend.cache.crossover import NEVER, Row
+from kvbackend.cache.crossover import Row
 
 SPARSITY = Sparsity(32, sinks=4, recent=16)
 
@@ -32,12 +33,12 @@ def _reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         ([(1024, 10, 5), (2048, 20, 6)], 1024),
         ([(1024, 5, 10), (2048, 20, 10), (4096, 40, 10)], 2048),
         ([(1024, 20, 10), (2048, 5, 10), (4096, 40, 10)], 4096),  # not faster throughout
-        ([(1024, 5, 10), (2048, 9, 10)], NEVER),
-        ([(1024, 10, 10)], NEVER),
-        ([], NEVER),
+        ([(1024, 5, 10), (2048, 9, 10)], None),
+        ([(1024, 10, 10)], None),
+        ([], None),
     ],
 )
-def test_the_crossover_is_where_sparse_stays_ahead(rows: list[tuple[int, int, int]], first: int) -> None:
+def test_the_crossover_is_where_sparse_stays_ahead(rows: list[tuple[int, int, int]], first: int | None) -> None:
     assert crossover.crossover([Row(*row, {}) for row in reversed(rows)]) == first
 
 
@@ -96,14 +97,26 @@ def test_auto_is_dense_below_what_was_measured() -> None:
                 sparse.chosen(0, seq)
 
 
-def test_never_and_a_broken_file() -> None:
+def test_what_was_not_faster_is_unknown_beyond_twice_that() -> None:
     cache = PagedCache([GqaLayer(2, 16)], 4, 16, torch.float32)
     case = crossover.Case.of(cache, 0, 4, SPARSITY)
-    crossover.save(case, [Row(100, 5.0, 9.0, {})])
-    assert "at no context that was measured" in crossover.dense_below(case)[1]
-    assert SparseAttention(cache, SPARSITY, "auto").explain(0, 4, 1 << 40).startswith("dense")
+    for contexts, below in (((500, 1000), 2000), ((100, 50), crossover.UNMEASURED * (32 + 4 + 16))):
+        crossover.save(case, [Row(context, 5.0, 9.0, {}) for context in contexts])
+        sparse = SparseAttention(cache, SPARSITY, "auto")
+        reason = rf"threshold {below}; sparse attention is not faster up to {max(contexts)} tokens, measured on .*;"
+        for length, mode in ((below - 1, "dense"), (below, "sparse")):
+            why = sparse.explain(0, 4, length)
+            assert re.match(rf"{mode}: {length} tokens, {reason} beyond that not measured", why), why
+
+
+def test_a_broken_file() -> None:
+    cache = PagedCache([GqaLayer(2, 16)], 4, 16, torch.float32)
+    case = crossover.Case.of(cache, 0, 4, SPARSITY)
+    crossover.save(case, [Row(100, 9.0, 5.0, {})])
+    assert crossover.dense_below(case)[0] == 100
     crossover.path().write_text("{")
-    assert "not measured" in crossover.dense_below(case)[1]
+    assert crossover.dense_below(case)[0] == crossover.UNMEASURED * (32 + 4 + 16)
+    assert "not measured on this device" in crossover.dense_below(case)[1]
 
 
 def test_a_word_that_is_not_auto() -> None:
