@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from kvbackend import native
 
 ROOT = Path(__file__).parents[2]
+ROWS = ("q", "q_nope", "q_pe", "weights", "pages", "topk_indices")  # arguments with a row for each query
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -44,6 +46,29 @@ def assert_equal(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
     """To the bit; NaN equals itself."""
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def check_threads(run: Callable[..., tuple[Tensor, ...]], set_threads: Callable[[int], None], **args: Any) -> None:
+    """The number of threads changes no bit."""
+    set_threads(1)
+    alone = run(**args)
+    for threads in (2, 3, 16):
+        set_threads(threads)
+        assert_equal(run(**args), alone)
+
+
+def check_batch_mates(run: Callable[..., tuple[Tensor, ...]], q_lens: Sequence[int], **args: Any) -> None:
+    """The sequences of a call alone, each with so many queries, give the same bits as together."""
+    together = run(**args)
+    for index, (first, count) in enumerate(zip(args["cu_seqlens_q"].tolist(), q_lens, strict=False)):
+        rows = slice(first, first + count)
+        alone = args | {
+            **{key: args[key][rows] for key in ROWS if key in args},
+            "block_table": args["block_table"][index : index + 1],
+            "seq_lens": args["seq_lens"][index : index + 1],
+            "cu_seqlens_q": torch.tensor([0, count]).int(),
+        }
+        assert_equal(run(**alone), tuple(result[rows] for result in together))
 
 
 def call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvbackend.codecs import pack_record
 from kvbackend.matrix import DTYPES, TOLERANCES, difference, run_cell
 from kvbackend.ops import registry
 
-from .common import assert_equal, assert_isa, run_on_isa, run_python
+from .common import assert_equal, assert_isa, check_batch_mates, check_threads, run_on_isa, run_python
 from .test_attention_kernels import guarded
 
 INDEXERS = ("indexer_logits", "lightning_indexer", "candidate_blocks")
@@ -116,30 +117,14 @@ def test_every_instruction_set_equals_the_reference(wanted: str) -> None:
 def test_the_number_of_threads_changes_no_bit(
     name: str, dtype: torch.dtype, set_threads: Callable[[int], None]
 ) -> None:
-    args = call(name, [1, 5, 30], [3000, 700, 200], dtype)
-    set_threads(1)
-    alone = kernel(name, **args)
-    for threads in (2, 3, 16):
-        set_threads(threads)
-        assert_equal(kernel(name, **args), alone)
+    check_threads(partial(kernel, name), set_threads, **call(name, [1, 5, 30], [3000, 700, 200], dtype))
 
 
 @PAGED
 @EVERY_DTYPE
 def test_batch_mates_change_no_bit(name: str, dtype: torch.dtype) -> None:
     q_lens = [1, 4, 17, 1]
-    args = call(name, q_lens, [1500, 600, 400, 1], dtype)
-    together = kernel(name, **args)
-    rows_of = [key for key in ("q", "weights", "q_nope", "q_pe", "topk_indices") if key in args]
-    for index, (first, count) in enumerate(zip(args["cu_seqlens_q"].tolist(), q_lens, strict=False)):
-        rows = slice(first, first + count)
-        alone = args | {
-            **{key: args[key][rows] for key in rows_of},
-            "block_table": args["block_table"][index : index + 1],
-            "seq_lens": args["seq_lens"][index : index + 1],
-            "cu_seqlens_q": torch.tensor([0, count]).int(),
-        }
-        assert_equal(kernel(name, **alone), tuple(result[rows] for result in together))
+    check_batch_mates(partial(kernel, name), q_lens, **call(name, q_lens, [1500, 600, 400, 1], dtype))
 
 
 @EVERY_INDEXER
