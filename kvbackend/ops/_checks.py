@@ -23,15 +23,15 @@ def same_dtype(name: str, tensor: Any, **others: Any) -> None:
         )
 
 
-def heads_divide(num_heads: Any, kv_heads: Any) -> None:
+def heads_divide(num_heads: Any, kv_heads: Any, cache: str = "key_cache") -> None:
     """Every kv head serves the same number of query heads."""
     need(
         kv_heads > 0,
-        "key_cache has 0 kv heads; there must be at least one: pass this rank's heads",
+        f"{cache} has 0 kv heads; there must be at least one: pass this rank's heads",
     )
     need(
         num_heads % kv_heads == 0,
-        f"q has {num_heads} heads and key_cache {kv_heads}; the first must be a multiple of the second: "
+        f"q has {num_heads} heads and {cache} {kv_heads}; the first must be a multiple of the second: "
         f"pass the heads of one rank together",
     )
 

@@ -106,6 +106,10 @@ def middle_end(positions: Tensor, num_recent: int, page_size: int) -> Tensor:
 
 def check_middle(page_size: Any, num_sinks: Any, num_recent: Any) -> None:
     need(page_size >= 1, f"page_size is {page_size}; it must be at least 1: pass how many tokens are scored as one")
+    need(  # so that products with it fit in 64 bits
+        page_size < 2**31,
+        f"page_size is {page_size}; it must be below 2**31, as lengths are: pass how many tokens are scored as one",
+    )
     for name, count in (("num_sinks", num_sinks), ("num_recent", num_recent)):
         need(count >= 0, f"{name} is {count}; it must be at least 0: pass how many tokens stay in any case")
 

@@ -74,7 +74,7 @@ def page_logits(
 @page_logits.check
 def _(q, low_cache, high_cache, page_size, num_sinks, num_recent, **_):
     _checks.same_dtype("q", q, low_cache=low_cache, high_cache=high_cache)
-    _checks.heads_divide(q.shape[1], low_cache.shape[2])
+    _checks.heads_divide(q.shape[1], low_cache.shape[2], "low_cache")
     _selecting.check_middle(page_size, num_sinks, num_recent)
 
 

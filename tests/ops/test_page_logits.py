@@ -150,11 +150,17 @@ def test_nan_reaches_its_own_scores_only() -> None:
     [
         (page_logits, dict(page_size=0), "page_size is 0; it must be at least 1"),
         (page_logits, dict(num_sinks=-1), "num_sinks is -1; it must be at least 0"),
-        (page_logits, dict(q=torch.zeros(7, 5, 16)), "q has 5 heads and key_cache 2"),
+        (page_logits, dict(q=torch.zeros(7, 5, 16)), "q has 5 heads and low_cache 2"),
+        (
+            page_logits,
+            {side: torch.zeros(14, 4, 0, 16) for side in ("low_cache", "high_cache")},
+            "low_cache has 0 kv heads",
+        ),
         (page_logits, dict(q=torch.zeros(7, 6, 16).half()), "low_cache is torch.float32 but q is torch.float16"),
         (page_logits, dict(low_cache=torch.zeros(14, 4, 2, 8)), "low_cache.*has D = 8; it must be 16"),
         (page_logits, dict(high_cache=torch.zeros(14, 5, 2, 16)), "high_cache.*has bs = 5; it must be 4"),
         (token_logits, dict(page_size=0), "page_size is 0; it must be at least 1"),
+        (token_logits, dict(page_size=2**62), f"page_size is {2**62}; it must be below 2"),
         (token_logits, dict(num_recent=-2), "num_recent is -2; it must be at least 0"),
         (token_logits, dict(pages=torch.zeros(7, 3, 4).int()), "pages.*has Hk = 3; it must be 2"),
         (token_logits, dict(pages=torch.zeros(7, 2, 4)), "pages is torch.float32"),
