@@ -159,6 +159,20 @@ def test_summaries_of_equal_tokens_lose_nothing() -> None:
         torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
 
 
+def test_summaries_beside_an_older_choice_count_no_token_twice() -> None:
+    sparse = made(Sparsity(16, sinks=0, recent=8, page_size=8, candidates=1, reselect=12, summaries=True))
+    q, keys, values = rows(224)
+    keys, values = (part[::8].repeat_interleave(8, 0) for part in (keys, values))
+    seq = sparse.cache.new_sequence()
+    feed(sparse, seq, keys[:200], values[:200])
+    for i in range(200, 224):
+        feed(sparse, seq, keys[i : i + 1], values[i : i + 1])
+        got, lse = sparse.attend(0, q[i : i + 1], [seq], [1], SCALE, return_lse=True)
+        want, want_lse = sparse.cache.attend(0, q[i : i + 1], [seq], [1], SCALE, return_lse=True)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+
+
 def test_summaries_come_nearer_than_leaving_out() -> None:
     q, keys, values = rows(600)
     errors = []
@@ -190,10 +204,11 @@ def test_a_choice_outlives_a_change_of_the_block_size() -> None:
         torch.testing.assert_close(got, sparse.attend(0, q[1:2], [seq], [1], SCALE)[0])
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("reselect", [0, 1, 3])
-def test_choices_last_as_many_steps_as_asked(reselect: int) -> None:
+def test_choices_last_as_many_steps_as_asked(reselect: int, page_size: int) -> None:
     q, keys, values = rows(260)
-    sparse = made(Sparsity(12, sinks=2, recent=4, reselect=reselect))
+    sparse = made(Sparsity(12, sinks=2, recent=4, page_size=page_size, reselect=reselect))
     seq = sparse.cache.new_sequence()
     feed(sparse, seq, keys[:250], values[:250])
     choices = []
@@ -293,6 +308,22 @@ def test_forks_and_truncated_sequences_are_learnt_anew() -> None:
         feed(fresh, other, keys[[*own]], values[[*own]])
         want = fresh.attend(0, q[:2], [other], [2], SCALE)[0]
         assert torch.equal(sparse.attend(0, q[:2], [which], [2], SCALE)[0], want)
+
+
+@pytest.mark.parametrize("length", [90, 260])
+def test_what_others_truncate_or_append_is_learnt_before_it_is_read(length: int) -> None:
+    q, keys, values = rows(260)
+    sparse, fresh = (made(Sparsity(16, recent=8, reselect=200)) for _ in range(2))
+    seq, other = sparse.cache.new_sequence(), fresh.cache.new_sequence()
+    feed(sparse, seq, keys[:200], values[:200])
+    sparse.attend(0, q[:1], [seq], [1], SCALE)
+    if length < 200:
+        sparse.cache.truncate(seq, length)
+    else:
+        sparse.cache.layers[0].write(sparse.cache.append(seq, length - 200), keys[200:], values[200:])
+    feed(fresh, other, keys[:length], values[:length])
+    want = fresh.attend(0, q[1:2], [other], [1], SCALE)[0]
+    assert torch.equal(sparse.attend(0, q[1:2], [seq], [1], SCALE)[0], want)
 
 
 def test_attention_sinks_enter_once() -> None:
