@@ -38,7 +38,7 @@ def shared_kv_attention(dtype: torch.dtype, **other: Any) -> Call:
     from kvbackend.ops import _pages
 
     record, window, ring = "v4_fp8_584", 5, 12
-    q_lens, seq_lens = [1, 4, 7], [9, 7, 23]
+    q_lens, seq_lens = [1, 4, 8], [9, 7, 23]  # the last chunk and its window fill a ring
     pool = Pages(HOST, dtype, num_blocks=20, block_size=4)
     batch, tables = pool.batch(q_lens, [length // 2 for length in seq_lens])
     blocks = pool.permutation(9).tolist()
@@ -58,7 +58,7 @@ def shared_kv_attention(dtype: torch.dtype, **other: Any) -> Call:
             picks = pool.permutation((position + 1) // 2).tolist()[:3]
             chosen.append([-1] * (3 - len(picks)) + picks)
     return {
-        "q": pool.randn(12, 5, 512), "window_cache": window_cache, "window_table": window_table,
+        "q": pool.randn(sum(q_lens), 5, 512), "window_cache": window_cache, "window_table": window_table,
         **batch, "seq_lens": pool.ints(seq_lens), "softmax_scale": 512**-0.5, "window": window,
         "compressed_cache": compressed_cache, "topk_indices": pool.ints(chosen), "compress_ratio": 2,
         "window_format": record, "kv_format": record, "sinks": torch.tensor([0.3, -0.5, 2.0, -torch.inf, 0.0]),
@@ -94,6 +94,7 @@ BATCHES: dict[str, Call] = {  # that every attention must take
     "decode": dict(q_lens=(1, 1, 1), seq_lens=(70, 1, 19)),
     "mixed": MIXED,
     "not causal": dict(**MIXED, causal=False),
+    "not causal, a query before the first token": dict(q_lens=(3, 1), seq_lens=(2, 5), causal=False),
     "empty sequence": dict(q_lens=(0, 1, 0), seq_lens=(0, 4, 0)),
     "query of no cached token": dict(q_lens=(1, 1), seq_lens=(0, 3)),
     "no tokens": dict(q_lens=(0, 0), seq_lens=(3, 0)),
@@ -104,6 +105,7 @@ PROMPTS: dict[str, Call] = {
     "prompt, not causal": dict(q_lens=(40, 0, 9, 1), seq_lens=(40, 3, 30, 17), causal=False),
     "prompt and a query of no cached token": dict(q_lens=(30, 1), seq_lens=(33, 0)),
     "more queries than tokens": dict(q_lens=(30,), seq_lens=(20,)),
+    "more queries than tokens, not causal": dict(q_lens=(30,), seq_lens=(20,), causal=False),
 }
 
 

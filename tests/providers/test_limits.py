@@ -162,7 +162,7 @@ def test_what_flash_mla_has_no_counterpart_of_is_refused(become) -> None:
     call = cases.shared_kv_attention(torch.bfloat16)
     assert not judge.reasons("flash_mla", "shared_kv_attention", call)
     for change, words in (
-        (dict(kv=torch.zeros(12, 512).bfloat16()), "kv is given"),
+        (dict(kv=torch.zeros(13, 512).bfloat16()), "kv is given"),
         (dict(window_format="v41_fp8_528", window_cache=torch.zeros(10, 4 * 528).byte()), "window_format is"),
         (dict(kv_format="v41_fp4_288", compressed_cache=torch.zeros(20, 4 * 288).byte()), "kv_format is"),
     ):

@@ -42,7 +42,7 @@ def run(
         pages = records(window_cache)
         ring = window_table.shape[1] * pages.shape[1]  # rows of a sequence; position p is row p % ring
         position = own[:, None] - torch.arange(window, device=q.device)  # [T, window]
-        held = (position >= 0) & (position >= seq_lens[sequence][:, None] - ring) & (own >= 0)[:, None]
+        held = (position >= 0) & (position >= seq_lens[sequence][:, None] - ring)
         scopes.append((pages, sparse.slots_of(position % ring, held, window_table[sequence], pages.shape[1])))
     if compressed_cache is not None and 0 not in (block_table.shape[1], compressed_cache.shape[0]):
         pages = records(compressed_cache)
