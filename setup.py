@@ -2,9 +2,9 @@
 them, and the source archive.
 
 The libraries use libtorch's stable ABI only and nothing of Python's, so one binary serves torch 2.10 and later and
-every Python, and one wheel per platform does. Each csrc/cpu/<op>.cpp is compiled once per instruction set
-(csrc/cpu/kernel.h). A library that cannot be built is left out with a message: kvbackend then runs without its kernels
-and says so.
+every Python; the small module kvbackend._build is of one Python, and so is a wheel that carries it. Each
+csrc/cpu/<op>.cpp is compiled once per instruction set (csrc/cpu/kernel.h). A library that cannot be built is left out
+with a message: kvbackend then runs without its kernels and says so.
 
 csrc/cuda is built where nvcc and a CUDA build of torch are; `python setup.py build_cuda` compiles it without linking.
 csrc/npu is not among them: torch_npu has no stable ABI. `python setup.py build_npu` compiles it against the torch_npu
