@@ -168,8 +168,16 @@ def cuda_objects(build: Path, *flags: str) -> list[Path]:
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
     if not nvcc:
         raise NotBuiltError("there is no nvcc; csrc/cuda is compiled by it: install the CUDA toolkit or set NVCC")
-    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    try:
+        known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    except OSError as error:
+        raise NotBuiltError(f"{nvcc} cannot be started ({error}): install the CUDA toolkit or set NVCC") from error
     targets = [number for number in CUDA_TARGETS if f"sm_{number}" in known]
+    if not targets:
+        raise NotBuiltError(
+            f"{nvcc} knows {' '.join(known) or 'no GPU'}; csrc/cuda is for sm_{', sm_'.join(CUDA_TARGETS)}: install a "
+            f"newer CUDA toolkit"
+        )
     common = [
         "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", "-DUSE_CUDA", "-DKVBACKEND_ISA=cuda",
         f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", f"-I{build}", *(f"-I{path}" for path in torch_includes()), *flags,

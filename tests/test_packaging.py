@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -152,6 +156,22 @@ def test_the_kernels_oldest_torch_is_one_number() -> None:
     assert tuple(int(part, 16) for part in target.groups()) == native.MIN_TORCH
     oldest = ".".join(map(str, native.MIN_TORCH))
     assert f"torch>={oldest}" in pyproject("requires")
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "why"),
+    [
+        ("/no/such/nvcc", "/no/such/nvcc cannot be started"),
+        (shutil.which("false"), "false knows no GPU; csrc/cuda is for"),
+    ],
+)
+def test_an_nvcc_that_is_none_is_told(nvcc: str, why: str) -> None:
+    """Told, not raised: where the other libraries are built too, an installation goes on without this one."""
+    command = [sys.executable, "setup.py", "--quiet", "build_cuda"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NVCC": nvcc}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_hooks_and_make_check_use_the_same_tools() -> None:
