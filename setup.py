@@ -294,15 +294,20 @@ class BuildLibraries(build_ext):
                 print(f"kvbackend: the module kvbackend._build is NOT built.\n{error}", file=sys.stderr)
 
 
-class BuildCuda(Command):
-    """Compile csrc/cuda without linking it, which a CPU build of torch allows, and show what ptxas says."""
+class Plain(Command):
+    """A command without options."""
 
-    description = "compile csrc/cuda for every GPU generation, with the resources of each kernel"
     user_options = []  # noqa: RUF012  (setuptools reads it of the class)
 
     def initialize_options(self) -> None: ...
 
     def finalize_options(self) -> None: ...
+
+
+class BuildCuda(Plain):
+    """Compile csrc/cuda without linking it, which a CPU build of torch allows, and show what ptxas says."""
+
+    description = "compile csrc/cuda for every GPU generation, with the resources of each kernel"
 
     def run(self) -> None:
         build = Path("build") / f"cuda-{machine()}-resources"
@@ -313,15 +318,10 @@ class BuildCuda(Command):
             raise SystemExit(f"csrc/cuda does not compile.\n{error}") from error
 
 
-class BuildNpu(Command):
+class BuildNpu(Plain):
     """Compile csrc/npu, or say what is missing."""
 
     description = "compile csrc/npu against the installed torch_npu, for this source tree"
-    user_options = []  # noqa: RUF012  (setuptools reads it of the class)
-
-    def initialize_options(self) -> None: ...
-
-    def finalize_options(self) -> None: ...
 
     def run(self) -> None:
         found = importlib.util.find_spec("torch_npu")  # not imported: that needs CANN
