@@ -160,6 +160,17 @@ def test_contradictions_are_shown(write, capsys: pytest.CaptureFixture[str]) -> 
     assert (conflict["sample"], conflict["passed"], conflict["failed"]) == ("padding", [1], [2])
 
 
+def test_a_crash_contradicts_a_pass_and_a_refusal_does_not(write) -> None:
+    later = made(
+        "cuda",
+        ("quantize_kv", "cuda_triton", "pass", "int8", "float32"),
+        ("gather_cache", "cuda_triton", "refused", "padding", "float32"),
+        date="2026-12-03T08:00:00Z",
+    )
+    [conflict] = merge.conflicts(read(write("h200.json", H200), write("later.json", later)))
+    assert (conflict.key.op, conflict.passed, conflict.failed) == ("quantize_kv", [2], [1])
+
+
 def test_text_from_a_file_is_no_markup(write) -> None:
     evil = H200 | {"version": "<b>|x`", "chips": {"cuda": {"name": "one\n| two |", "arch": "_a_"}}}
     text = merge.table(read(write("evil.json", evil)))
