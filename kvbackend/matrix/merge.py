@@ -80,7 +80,8 @@ def read(path: str) -> list[Run]:
     """The runs in a file: one document of `matrix --json`, or what merge wrote."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair could not be printed
+    except (OSError, ValueError, RecursionError) as error:  # those of Unicode and JSON are ValueErrors
         raise ArgumentError(
             f"{path} cannot be read ({error}); it must be what `kvbackend matrix --json` wrote: name such a file"
         ) from error
@@ -147,10 +148,12 @@ def _key(**names: str) -> Key:
     return Key(**names)
 
 
-def _verdict(status: str, reasons: Iterable[str]) -> tuple[str, tuple[str, ...]]:
+def _verdict(status: str, reasons: list[str]) -> tuple[str, tuple[str, ...]]:
     if status not in STATUSES:
         raise ValueError(f"a cell's status is {status!r}")
-    return status, tuple(map(str, reasons))
+    if not isinstance(reasons, list) or not _texts(*reasons):
+        raise ValueError(f"a cell's reasons are {reasons!r}")
+    return status, tuple(reasons)
 
 
 def pack(run: Run) -> dict[str, Any]:

@@ -212,6 +212,8 @@ def test_the_table_is_written_between_the_markers_of_a_readme(write, capsys: pyt
         (H200 | {"devices": [0]}, "is not whole (ValueError: devices is [0])"),
         (H200 | {"quick": "no"}, "is not whole (ValueError: quick is 'no')"),
         (H200 | {"cells": [H200["cells"][0] | {"dtype": None}]}, "is not whole (ValueError: a cell is of"),
+        (H200 | {"cells": [H200["cells"][0] | {"reasons": "none"}]}, "a cell's reasons are 'none'"),
+        (H200 | {"cells": [H200["cells"][0] | {"sample": "\ud800"}]}, "cannot be read ('utf-8' codec"),
         (merge.document([merge.Run({}, {})]), "is not whole (KeyError: 'date')"),
         (
             merge.document([merge.Run({name: H200[name] for name in merge.HEAD} | {"versions": None}, {})]),
