@@ -16,17 +16,6 @@ from typing import Any
 from ..errors import ArgumentError
 from ..planner.memory import find_device
 
-ASSUMPTIONS = (
-    "bf16; decode of 32 sequences of 8192 tokens, or a prefill of 4096 tokens of one; a GQA layer of 32 query and 8 kv "
-    "heads of 128, an MLA layer of 128 heads with rows of 512 + 64, an indexer of 64 heads of 128 that chooses 2048, "
-    "shared key-values of 512 for 64 heads with a window of 128 and 512 chosen entries; 1024 tokens "
-    "that a GQA layer chose or kept, pages of 16; blocks of 128 tokens",
-    "each byte crosses the memory once, and all three units work at their peak, at the same time, spread evenly over "
-    "all cores: nothing is faster, unless its bytes lie in L2 already. Launches, tails, and what cube and vector cores "
-    "hand each other are not counted",
-    "the vector cores compute in float32, at half of their published fp16 rate; a softmax takes 5 operations a score, "
-    "a choice of the best 8 (four passes over the bits)",
-)
 SEQUENCES, CONTEXT, PREFILL, BLOCK = 32, 8192, 4096, 128
 HEADS, KV_HEADS, DIM = 32, 8, 128
 MLA_HEADS, RANK, ROPE, NOPE, HIDDEN = 128, 512, 64, 128, 7168
@@ -35,6 +24,19 @@ SHARED_HEADS, SHARED_DIM, WINDOW, ENTRIES = 64, 512, 128, 512
 BF16, FP32, INT64 = 2, 4, 8  # bytes
 SOFTMAX, CHOICE = 5, 8  # operations a score
 LOW_RANK, KEPT, PARTS, PAGE = 64, 1024, 4, 16
+
+ASSUMPTIONS = (
+    f"bf16; decode of {SEQUENCES} sequences of {CONTEXT} tokens, or a prefill of {PREFILL} tokens of one; a GQA layer "
+    f"of {HEADS} query and {KV_HEADS} kv heads of {DIM}, an MLA layer of {MLA_HEADS} heads with rows of {RANK} + {ROPE}, "
+    f"an indexer of {INDEX_HEADS} heads of {INDEX_DIM} that chooses {TOPK}, shared key-values of {SHARED_DIM} for "
+    f"{SHARED_HEADS} heads with a window of {WINDOW} and {ENTRIES} chosen entries; {KEPT} tokens that a GQA layer "
+    f"chose or kept, pages of {PAGE}; blocks of {BLOCK} tokens",
+    "each byte crosses the memory once, and all three units work at their peak, at the same time, spread evenly over "
+    "all cores: nothing is faster, unless its bytes lie in L2 already. Launches, tails, and what cube and vector cores "
+    "hand each other are not counted",
+    "the vector cores compute in float32, at half of their published fp16 rate; a softmax takes "
+    f"{SOFTMAX} operations a score, a choice of the best {CHOICE} (four passes over the bits)",
+)
 
 KV_ROW = 2 * KV_HEADS * DIM * BF16  # bytes of a token's keys and values
 MLA_ROW = (RANK + ROPE) * BF16
