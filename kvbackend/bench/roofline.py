@@ -27,9 +27,9 @@ LOW_RANK, KEPT, PARTS, PAGE = 64, 1024, 4, 16
 
 ASSUMPTIONS = (
     f"bf16; decode of {SEQUENCES} sequences of {CONTEXT} tokens, or a prefill of {PREFILL} tokens of one; a GQA layer "
-    f"of {HEADS} query and {KV_HEADS} kv heads of {DIM}, an MLA layer of {MLA_HEADS} heads with rows of {RANK} + {ROPE}, "
-    f"an indexer of {INDEX_HEADS} heads of {INDEX_DIM} that chooses {TOPK}, shared key-values of {SHARED_DIM} for "
-    f"{SHARED_HEADS} heads with a window of {WINDOW} and {ENTRIES} chosen entries; {KEPT} tokens that a GQA layer "
+    f"of {HEADS} query and {KV_HEADS} kv heads of {DIM}, an MLA layer of {MLA_HEADS} heads with rows of {RANK} + "
+    f"{ROPE}, an indexer of {INDEX_HEADS} heads of {INDEX_DIM} that chooses {TOPK}, shared key-values of {SHARED_DIM} "
+    f"for {SHARED_HEADS} heads with a window of {WINDOW} and {ENTRIES} chosen entries; {KEPT} tokens that a GQA layer "
     f"chose or kept, pages of {PAGE}; blocks of {BLOCK} tokens",
     "each byte crosses the memory once, and all three units work at their peak, at the same time, spread evenly over "
     "all cores: nothing is faster, unless its bytes lie in L2 already. Launches, tails, and what cube and vector cores "
