@@ -227,7 +227,7 @@ class GqaPages:
 
     @property
     def key_arguments(self) -> dict[str, Any]:
-        """The same for accumulate_scores, which asks for keys only."""
+        """The same for ops that ask for keys only, as accumulate_scores and token_logits."""
         return {name: value for name, value in self.arguments.items() if not name.startswith("v")}
 
     @property

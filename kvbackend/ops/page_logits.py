@@ -54,7 +54,7 @@ def page_logits(
     """
     _math.check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
     num_tokens, kv_heads, width = q.shape[0], low_cache.shape[2], block_table.shape[1] * low_cache.shape[1]
-    if 0 in (num_tokens, width, seq_lens.shape[0]) or max_seqlen_q <= 0:
+    if 0 in (*q.shape[:2], width, seq_lens.shape[0]) or max_seqlen_q <= 0:
         return q.new_full((num_tokens, kv_heads, width), -torch.inf, dtype=torch.float32)
     dtype, rows = _math.compute_dtype(q), []
     for sequence in _math.sequences(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens):

@@ -50,20 +50,17 @@ def token_logits(
     """
     _math.check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
     num_tokens, kv_heads, width = q.shape[0], key_cache.shape[2], pages.shape[2] * page_size
-    if 0 in (num_tokens, width, seq_lens.shape[0]) or max_seqlen_q <= 0:
+    if 0 in (*q.shape[:2], width, seq_lens.shape[0], block_table.shape[1], key_cache.shape[1]) or max_seqlen_q <= 0:
         return q.new_full((num_tokens, kv_heads, width), -torch.inf, dtype=torch.float32)
     keys, dtype, rows = _formats.keys(key_cache, kv_format, k_scale, k_scale_cache), _math.compute_dtype(q), []
     offset = torch.arange(page_size, device=q.device)
     for sequence in _math.sequences(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens):
         k, exists = keys.gather(block_table[sequence.index], sequence.length, dtype)  # [rows, Hk, D], [rows]
-        page = pages[sequence.tokens].long().clamp(-1, max(len(exists) // page_size, 0))
+        page = pages[sequence.tokens].long().clamp(-1, len(exists) // page_size)
         token = (page[..., None] * page_size + offset).flatten(2)  # [n, Hk, P * page_size]
         end = _selecting.middle_end(sequence.positions, num_recent, page_size)[:, None, None]
         scored = (token >= num_sinks) & (token < end) & (token >= 0)
-        token = token.masked_fill(~scored, 0).clamp(max=max(len(exists) - 1, 0))
-        if len(exists) == 0:
-            rows.append(q.new_full(token.shape, -torch.inf, dtype=dtype))
-            continue
+        token = token.masked_fill(~scored, 0).clamp(max=len(exists) - 1)
         head = torch.arange(kv_heads, device=q.device)[:, None]
         queries = q[sequence.tokens].to(dtype).unflatten(1, (kv_heads, -1))  # [n, Hk, G, D]
         scores = torch.einsum("nkgd,nkjd->nkgj", queries, k[token, head]).amax(2)

@@ -187,3 +187,17 @@ def test_lengths_are_checked_in_tokens(length: int, good: bool, monkeypatch: pyt
         else:
             with pytest.raises(kvbackend.ArgumentError, match=rf"seq_lens holds length {length}.*\[0, 61\)"):
                 page_logits(**call)
+
+
+def test_nothing_to_score() -> None:
+    q, keys, call = draw(0, 4, KV_HEADS * GROUP, DIM), draw(1, 6, 4, KV_HEADS, DIM), batch([1, 3], [10, 8], 3)
+    empty_tables, pages = call["block_table"][:, :0], torch.zeros(4, KV_HEADS, 5).int()
+    for change, width in (
+        (dict(q=q[:, :0]), 12), (dict(keys=keys[:, :0]), 0), (dict(block_table=empty_tables), 0),
+    ):  # fmt: skip
+        given: dict[str, Any] = dict(q=q, keys=keys) | call | dict(page_size=2) | change
+        rows = given.pop("keys")
+        bounds = reference(page_logits, low_cache=rows, high_cache=rows, **given)
+        assert torch.equal(bounds, torch.full((4, KV_HEADS, width), -torch.inf))
+        scores = reference(token_logits, key_cache=rows, **given, pages=pages)
+        assert torch.equal(scores, torch.full((4, KV_HEADS, 10), -torch.inf))
