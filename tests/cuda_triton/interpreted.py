@@ -13,13 +13,21 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import torch
 
 from kvbackend import backends
-from kvbackend.backends.cuda_triton import scoring
+from kvbackend.backends.cuda_triton import (
+    accumulate_scores,
+    attending,
+    compact_cache,
+    scoring,
+    shared_kv_attention,
+    sparse_mla_attention,
+)
 from kvbackend.matrix import DTYPES, TOLERANCES, copy_arguments, difference, flat_results, in_float64
 from kvbackend.ops import registry
 from kvbackend.spec import Op
@@ -62,12 +70,25 @@ def calls(name: str, every_dtype: bool) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{kv_format}, {str(dtype).removeprefix('torch.')}", args
 
 
+# So that samples have several tiles, splits and turns.
+SMALL = (
+    (scoring, "TILE", 16),
+    (attending, "MIN_TOKENS", 8),
+    (accumulate_scores, "MIN_TOKENS", 8),
+    (shared_kv_attention, "MIN_TOKENS", 8),
+    (sparse_mla_attention, "SPLIT_TOKENS", 2),
+    (compact_cache, "BUFFER_BYTES", 512),
+)
+
+
 def verdicts(name: str, every_dtype: bool) -> dict[str, Any]:
     op = registry[name]
     adapter = backends.registered()["cuda_triton"].adapter(name)
     assert adapter is not None, f"no launcher for {name}"
     found: dict[str, Any] = {}
-    with mock.patch.object(scoring, "TILE", 16):  # so that samples have several
+    with ExitStack() as stack:
+        for module, size, number in SMALL:
+            stack.enter_context(mock.patch.object(module, size, number))
         for sample, args in calls(name, every_dtype):
             bound = op.bind((), args)
             reasons = list(adapter.unsupported(**op.dispatcher.views(bound)))
