@@ -89,10 +89,22 @@ def board(**lines: str) -> dict:
     return {"tools": {"npu-smi board": text}}
 
 
+def another_torch(version: str, **more: object) -> dict:
+    """In place of the CPU host's; `more`: files."""
+    answer = answers(dict(TORCH_OK, version=version), OPS_OK)
+    return files(torch_files(version), more, gone=[f"{SITE}/torch-2.13.0"], tools={"torch": answer})
+
+
 def torch(**fields: object) -> dict:
     return {"tools": {"torch": answers(dict(H200_TORCH, **fields), OPS_OK)}}
 
 
+# it lacks what our library needs of newer ones, so that is not loaded either
+OLD_TORCH = another_torch("2.9.1+cpu", **{f"{SITE}/torch/lib/libtorch_cpu.so": elf(defined=("_ZN5torch3barEv",))})
+OLD_TORCH["tools"]["torch"] = answers(
+    dict(TORCH_OK, version="2.9.1+cpu"),
+    dict(OPS_OK, libraries={"cpu": {"reason": "torch is 2.9.1+cpu; the kernels need 2.10 or newer", "ops": []}}),
+)
 E950, GPU, HERE = "950", "h200", "cpu"
 DRIVER_OLD = files({DRIVER_INFO: sample("files/driver_version.info.25.0.rc1.1")})
 DRIVER_25_2 = files({DRIVER_INFO: "Version=25.2.0\n"})
@@ -566,6 +578,7 @@ KINDS: dict[str, tuple] = {
         files({f"{SITE}/torchvision/_C.so": elf(needed=("libtorch_cuda.so",))}),
         files({f"{SITE}/torchvision/_C.so": elf(needed=("libc10.so",))}),
     ),
+    "com-torch-too-old": (HERE, OLD_TORCH, another_torch("2.10.0+cpu")),
     "com-ext-unresolved": (HERE, own(needed=("libgone.so.1",)), own(needed=("libc.so.6",))),
     "com-ext-other-machine": (HERE, own(machine=183), own(machine=62)),
     "com-ext-broken": (HERE, own(defined=()), own()),

@@ -5,13 +5,14 @@ import re
 
 import pytest
 
+from kvbackend import native
 from kvbackend.compat import data
 from kvbackend.doctor.collect.environment import ALLOWED
 from kvbackend.doctor.judge import CHECKS, Options, evidence, judge
 from kvbackend.doctor.judge.derive import derive
 from kvbackend.doctor.judge.symptoms import explain
 
-from .kinds import KINDS
+from .kinds import KINDS, OLD_TORCH
 from .roots import BASES, changed, facts_of
 
 MATRIX, DIAGNOSES = data.load_matrix(), data.load_diagnoses()
@@ -41,6 +42,14 @@ def test_fires_and_not_on_the_near_miss(tmp_path, id):
     log = options.get("log", "")
     assert named(tmp_path / "fires", base, fires, options, id, log)
     assert not named(tmp_path / "misses", base, misses, options, id, options.get("other_log", log))
+
+
+def test_under_a_torch_that_is_too_old_rebuilding_is_not_advised(tmp_path):
+    facts = facts_of(tmp_path, changed(BASES["cpu"], OLD_TORCH))
+    verdict = judge(facts, MATRIX, DIAGNOSES, Options(keep_going=True))
+    assert [found["id"] for found in verdict.findings] == ["com-torch-too-old"]
+    oldest = ".".join(map(str, native.MIN_TORCH))
+    assert ROWS["com-torch-too-old"]["when"][1] == ["torch.base", "<", f"{oldest}.0"]
 
 
 @pytest.mark.parametrize("id", ROWS)
