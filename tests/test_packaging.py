@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from packaging.version import Version
 
 from kvbackend import native
 from kvbackend.compat.data import load_matrix
+from kvbackend.matrix import wanted
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -134,9 +136,20 @@ def test_the_cpu_workflow_covers_what_is_declared() -> None:
     assert all(text in torch for text in matrix["torch"])
     assert min(have).release[:2] == native.MIN_TORCH
     assert f"{max(have).major}.{max(have).minor + 1}" not in torch, "a newer torch is declared than the newest tested"
-    rows = {row["torch"].rpartition(".")[0]: row["python"] for row in load_matrix().rows("python_torch")}
-    for found in have:
-        assert set(matrix["python"]) <= set(rows[f"{found.major}.{found.minor}"])
+    rows = wanted.read(str(ROOT / "ci" / "matrix.toml"))
+    of_ci = [(row["python"], row["torch"]) for row in rows if row["arch"] == "x86_64"]
+    assert of_ci == list(product(matrix["python"], matrix["torch"]))  # which its own test holds against our matrix
+
+
+def test_the_wheel_is_tried_under_the_last_patch_of_every_torch_that_is_declared() -> None:
+    known = {row["torch"] for row in load_matrix().rows("torch_cuda")} & {
+        row["torch"] for row in load_matrix().rows("python_torch")
+    }
+    declared = [text for text in known if text in declared_torch() and Version(text).release[:2] >= native.MIN_TORCH]
+    last = {Version(text).release[:2]: text for text in sorted(declared, key=Version)}
+    steps = workflow(ROOT / ".github" / "workflows" / "cpu.yml")["jobs"]["wheel"]["steps"]
+    [tried] = [words[1:] for step in steps if (words := step.get("run", "").split())[:1] == ["ci/wheel_check.sh"]]
+    assert tried == list(last.values())
 
 
 def python_requirement() -> str:
