@@ -13,6 +13,7 @@ from ._output import bar, need_device, print_json, print_table
 
 if TYPE_CHECKING:
     from ..matrix import Cell
+    from ..matrix.judge import Key
 
 MERGE = "merge"
 
@@ -95,9 +96,9 @@ def run(
     turns: dict[tuple[str, ...], None] = {}
     with bar() as step:
 
-        def begin(key: children.Key) -> None:
-            turns[key[:4]] = None
-            step("cells", len(turns) - 1, total, f"{key[0]} on {key[1]}")
+        def begin(key: Key) -> None:
+            turns[key.turn] = None
+            step("cells", len(turns) - 1, total, f"{key.op} on {key.backend}")
 
         total = sum(group.turns() for group in groups)
         for group in groups:

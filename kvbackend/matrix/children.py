@@ -21,15 +21,13 @@ import torch
 from .. import backends
 from ..ops import registry
 from . import judge
-from .judge import Cell
+from .judge import Cell, Key
 from .worker import MAKING
 
 START_SECONDS = 300.0  # for a process to begin: torch is loaded
 CELL_SECONDS = 300.0  # for one cell, compiling its kernel included
 MAX_CRASHES = 8  # of one group, after which what is left of it stays untested
 QUICK_OPS = 10  # of one process: starting one takes longer than its cells
-
-Key = tuple[str, str, str, str, str, str]  # op, backend, device, dtype, format, sample
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Group:
                 for dtype in self.dtypes:
                     samples = registry[op].make_samples("meta", getattr(torch, dtype))
                     for sample, args in judge.quick_samples(samples) if self.quick else samples:
-                        yield op, backend, self.device, dtype, judge.format_of(args), sample
+                        yield Key(op, backend, self.device, dtype, judge.format_of(args), sample)
 
 
 def groups(ops: Sequence[str], only_backends: Sequence[str] | None, devices: Iterable[str], quick: bool) -> list[Group]:
@@ -85,21 +83,21 @@ def run(
         if child.begun is None:
             continue  # it ended by itself past a cell that left its device unusable
         crashes += 1
-        key: Key = child.begun
+        key = child.begun
         group.done.append(key)
-        yield Cell(*key, "crashed", (child.last_words(seconds),))
+        yield Cell(**asdict(key), status="crashed", reasons=(child.last_words(seconds),))
         if crashes == MAX_CRASHES:
             yield from _untested(group, f"not run: {crashes} processes ended at cells of {', '.join(group.ops)}")
             return
-        if key[-1] == MAKING:
-            yield from _untested(group, "not run: its process ended while samples were made", key[:4])
+        if key.sample == MAKING:
+            yield from _untested(group, "not run: its process ended while samples were made", key.turn)
 
 
-def _untested(group: Group, why: str, head: tuple[str, ...] = ()) -> Iterator[Cell]:
-    """The cells that are left, of those whose keys begin so."""
+def _untested(group: Group, why: str, turn: tuple[str, ...] | None = None) -> Iterator[Cell]:
+    """The cells that are left, of one turn or of all."""
     for key in group.planned():
-        if key not in group.done and key[: len(head)] == head:
-            yield Cell(*key, "untested", (why,))
+        if key not in group.done and turn in (None, key.turn):
+            yield Cell(**asdict(key), status="untested", reasons=(why,))
 
 
 def asked(
@@ -124,7 +122,7 @@ class _Child:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.begun: Key | None = (group.ops[0], group.backends[0], group.device, group.dtypes[0], "", MAKING)
+        self.begun: Key | None = Key(group.ops[0], group.backends[0], group.device, group.dtypes[0], "", MAKING)
         self.told_end = self.too_late = False  # it had finished; it was silent for too long
 
     def __enter__(self) -> _Child:
@@ -165,8 +163,7 @@ class _Child:
             if "end" in message:
                 self.told_end = True
             elif "begin" in message:
-                op, backend, device, dtype, kv_format, sample = message["begin"]
-                self.begun = op, backend, device, dtype, kv_format, sample
+                self.begun = Key(**message["begin"])
                 step(self.begun)
             else:
                 assert self.begun is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -29,7 +29,27 @@ STATUSES = ("pass", "refused", "fail", "crashed", "untested")
 
 
 @dataclass(frozen=True)
-class Cell:
+class Key:
+    """What a cell is about; format: the KV formats that the sample's call names."""
+
+    op: str
+    backend: str
+    device: str
+    dtype: str
+    format: str
+    sample: str
+
+    @property
+    def turn(self) -> tuple[str, ...]:
+        """What samples are made for at a time."""
+        return self.op, self.backend, self.device, self.dtype
+
+
+KEY = tuple(part.name for part in fields(Key))
+
+
+@dataclass(frozen=True)
+class Cell(Key):
     """The verdict on one op, backend, device, dtype and sample.
 
     status     "pass"; "refused" with the backend's reasons; "fail" with the error; "crashed": the process that ran it
@@ -38,12 +58,6 @@ class Cell:
     evidence   what ran where, in words; empty where nothing did
     """
 
-    op: str
-    backend: str
-    device: str
-    dtype: str
-    format: str
-    sample: str
     status: str
     reasons: tuple[str, ...] = ()
     max_error: float | None = None

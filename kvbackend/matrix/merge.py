@@ -10,6 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from ..backends import REFERENCE
 from ..errors import ArgumentError
 from ..ops import registry
 from . import documents
-from .judge import STATUSES
+from .judge import KEY, STATUSES, Cell, Key
 
 SCHEMA = "kvbackend-matrix-merged/1"
 COLUMNS = {"cpu": "CPU", "cuda": "CUDA", "npu": "Ascend"}  # device type -> heading of the support table
@@ -26,19 +27,8 @@ BEGIN, END = "<!-- support table: kvbackend matrix merge --readme -->", "<!-- en
 HEAD = ("date", "version", "commit", "versions", "devices", "chips", "quick")  # what is kept of a document
 
 
-class Key(NamedTuple):
-    """A cell, whoever ran it; device: its type."""
-
-    op: str
-    backend: str
-    device: str
-    dtype: str
-    format: str
-    sample: str
-
-
 class Run(NamedTuple):
-    """One document: who ran it, and what came of each cell: (status, reasons)."""
+    """One document: who ran it, and what came of each cell, whose device is a type: (status, reasons)."""
 
     head: dict[str, Any]
     cells: dict[Key, tuple[str, tuple[str, ...]]]
@@ -50,7 +40,7 @@ class Run(NamedTuple):
     def document(self) -> dict[str, Any]:
         """As the page shows it: what is not kept of a cell, its error and evidence, is empty."""
         cells = [
-            {**key._asdict(), "status": status, "reasons": reasons, "max_error": None, "evidence": ""}
+            Cell(**asdict(key), status=status, reasons=reasons).to_dict()
             for key, (status, reasons) in self.cells.items()
         ]
         return {**self.head, "cells": cells, "summary": self._summary()}
@@ -61,7 +51,7 @@ class Run(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """A cell that passed in some runs and failed or crashed in others: their numbers."""
+    """A cell that passed in some runs and failed or crashed in others: their numbers. Its device is a type."""
 
     key: Key
     passed: list[int]
@@ -109,7 +99,7 @@ def _run(document: Mapping[str, Any]) -> Run:
     devices = set(document["chips"])
     cells = {}
     for cell in document["cells"]:
-        key = _key(**{name: cell[name] for name in Key._fields} | {"device": cell["device"].partition(":")[0]})
+        key = _key(**{name: cell[name] for name in KEY} | {"device": cell["device"].partition(":")[0]})
         if key.device in devices:
             cells[key] = _verdict(cell["status"], cell["reasons"])
     return Run(_head(document), cells)
@@ -173,7 +163,7 @@ def pack(run: Run) -> dict[str, Any]:
 
 def _unpack(packed: Mapping[str, Any]) -> Run:
     cells = {
-        _key(**{name: group[name] for name in Key._fields[:3]}, dtype=dtype, format=kv_format, sample=sample): _verdict(
+        _key(**{name: group[name] for name in KEY[:3]}, dtype=dtype, format=kv_format, sample=sample): _verdict(
             group["status"], group["reasons"]
         )
         for group in packed["groups"]
@@ -209,7 +199,7 @@ def conflicts(runs: Sequence[Run]) -> list[Conflict]:
 def document(runs: Sequence[Run]) -> dict[str, Any]:
     """The merged document."""
     found = [
-        {**conflict.key._asdict(), "passed": conflict.passed, "failed": conflict.failed} for conflict in conflicts(runs)
+        {**asdict(conflict.key), "passed": conflict.passed, "failed": conflict.failed} for conflict in conflicts(runs)
     ]
     return {"schema": SCHEMA, "version": __version__, "runs": [pack(run) for run in runs], "conflicts": found}
 

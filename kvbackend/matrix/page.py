@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import documents
-from .judge import STATUSES
+from .judge import KEY, STATUSES
 
-COLUMNS = (
-    "run", "verdict", "op", "backend", "device", "dtype", "format", "sample", "max_error", "reasons", "evidence",
-)  # fmt: skip
+COLUMNS = ("run", "verdict", *KEY, "max_error", "reasons", "evidence")
 # so that no text of a cell can end the script element, or a line of it
 _ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 

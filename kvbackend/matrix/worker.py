@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import warnings
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .. import backends
 from ..dispatch import FallbackWarning
 from ..ops import registry
 from . import judge
+from .judge import Key
 
 MAKING = "making the samples"  # stands for the sample's name until there are samples
 
@@ -32,7 +34,7 @@ def main(pipe: int) -> int:
     threading.Thread(target=end_with_the_reader, args=(pipe,), daemon=True).start()
     warnings.simplefilter("ignore", FallbackWarning)
     group = json.load(sys.stdin)
-    done = {tuple(key) for key in group["done"]}
+    done = {Key(**key) for key in group["done"]}
     for backend in backends.registered().values():
         backend.missing()  # a backend loads what makes its devices known to torch
 
@@ -41,20 +43,20 @@ def main(pipe: int) -> int:
 
     def turn(op: str, backend: str, dtype: torch.dtype) -> bool:
         """The cells of one op, backend and dtype; False past one after which nothing can run."""
-        head = (op, backend, group["device"], judge.name_of(dtype))
-        if (*head, "", MAKING) in done:
+        making = Key(op, backend, group["device"], judge.name_of(dtype), "", MAKING)
+        if making in done:
             return True
-        say(begin=[*head, "", MAKING])
+        say(begin=asdict(making))
         samples = registry[op].make_samples(group["device"], dtype)
         for sample, args in judge.quick_samples(samples) if group["quick"] else samples:
-            key = (*head, judge.format_of(args), sample)
+            key = replace(making, format=judge.format_of(args), sample=sample)
             if key not in done:
-                say(begin=key)
+                say(begin=asdict(key))
                 cell = judge.run_cell(registry[op], backend, group["device"], dtype, sample, args)
                 say(cell=cell.to_dict())
                 if cell.status == "fail" and cell.max_error is None and not usable(group["device"]):
                     return False
-                say(begin=[*head, "", MAKING])  # the next one, if there is one
+                say(begin=asdict(making))  # the next one, if there is one
         return True
 
     for op in group["ops"]:

@@ -68,7 +68,7 @@ def gone(pid: int) -> bool:
 def test_each_bad_end_is_one_cell(install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRANDCHILD", str(tmp_path / "grandchild"))
     install("bad", topk_indices=BAD)
-    begun: list[children.Key] = []
+    begun: list[judge.Key] = []
     cells = list(children.run(group("bad"), begun.append, seconds=8))
     found = verdicts(cells)
     assert list(found) == SAMPLES
@@ -84,7 +84,7 @@ def test_each_bad_end_is_one_cell(install, tmp_path: Path, monkeypatch: pytest.M
     assert found["more than there are"][0] == "fail"
     assert "output 0 differs from the reference" in found["more than there are"][1]
     assert {status for status, _ in found.values()} == {"pass", "fail", "refused", "crashed"}
-    assert {key[-1] for key in begun} >= set(SAMPLES)
+    assert {key.sample for key in begun} >= set(SAMPLES)
     assert gone(int((tmp_path / "grandchild").read_text()))
 
 

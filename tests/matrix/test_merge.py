@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvbackend import backends
 from kvbackend.cli import main
-from kvbackend.matrix import Cell, merge
+from kvbackend.errors import ArgumentError
+from kvbackend.matrix import Cell, merge, wanted
+from kvbackend.matrix.page import page
 from kvbackend.ops import registry
 
 ROOT = Path(__file__).parents[2]
@@ -226,6 +235,62 @@ def test_files_that_cannot_be_merged(content: Any, message: str, write, capsys: 
     captured = capsys.readouterr()
     assert message in captured.err
     assert not captured.out
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of everything in a JSON document, itself first."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(inner, (*path, key))
+
+
+def spoiled(document: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy with something else at that place; a list as value: without it."""
+    if not path:
+        return value
+    copy = deepcopy(document)
+    inner = reduce(getitem, path[:-1], copy)
+    if value == []:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return copy
+
+
+def parsed(document: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(document))
+
+
+RUNS = [merge._run(parsed(found)) for found in (H200, made("npu", ("absorb_q", "npu", "pass", "x", "float32")))]
+WHOLE = [parsed(H200), parsed(merge.document(RUNS))]
+
+
+@given(st.data())
+def test_a_file_that_is_spoiled_anywhere_is_read_or_refused_in_words(data: st.DataObject) -> None:
+    """What is read can be shown in every way there is; what is not is an ArgumentError."""
+    whole = data.draw(st.sampled_from(WHOLE))
+    document = spoiled(whole, data.draw(st.sampled_from(list(places(whole)))), data.draw(JSON))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(document, file)
+        file.flush()
+        try:
+            runs, told = merge.distinct(merge.read(file.name)), file.name
+        except ArgumentError as error:
+            runs, told = [], str(error)
+    assert file.name in told
+    merge.table(runs).encode()
+    merge.rows(runs)
+    json.dumps(merge.document(runs), ensure_ascii=False).encode()
+    page([run.document() for run in runs]).encode()
+    for row in wanted.read(str(ROOT / "ci" / "matrix.toml")):
+        wanted.covering(row, runs)
 
 
 @pytest.mark.parametrize(

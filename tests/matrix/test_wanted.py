@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvbackend.cli import main
 from kvbackend.errors import ArgumentError
@@ -82,3 +87,36 @@ def test_files_that_say_nothing(text: str, message: str, tmp_path: Path) -> None
     with pytest.raises(ArgumentError) as told:
         wanted.read(str(tmp_path / "matrix.toml"))
     assert message in str(told.value)
+
+
+TOML = st.recursive(
+    st.text("ab.1", max_size=3) | st.integers(0, 9) | st.booleans(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+def written(value: Any) -> str:
+    """As TOML has it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {written(inner)}" for key, inner in value.items()) + "}"
+    return "[" + ", ".join(map(written, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+@given(
+    st.sampled_from([row for row in ROWS if row["python"] == "3.11"]),
+    st.dictionaries(st.sampled_from(["device", "arch", "python", "torch", "cuda", "more"]), TOML, max_size=3),
+)
+def test_values_of_any_kind_are_read_or_refused_in_words(row: wanted.Row, change: dict[str, Any]) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write("[[wanted]]\n" + "\n".join(f"{name} = {written(value)}" for name, value in (row | change).items()))
+        file.flush()
+        try:
+            found, told = wanted.read(file.name), file.name
+        except ArgumentError as error:
+            found, told = [], str(error)
+    assert file.name in told
+    for read in found:
+        assert all(isinstance(value, str) for value in read.values())
+        wanted.rulings(read)
+        wanted.covering(read, [])
