@@ -57,14 +57,19 @@ def commands(path: Path) -> Iterator[list[str]]:
             yield from (shlex.split(line) for line in step.get("run", "").splitlines())
 
 
-@pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    spec = spec_from_file_location("docker_generate", ROOT / "docker" / "generate.py")
+def script(path: str) -> ModuleType:
+    spec = spec_from_file_location(path.replace("/", "_").removesuffix(".py"), ROOT / path)
     assert spec
     assert spec.loader
     module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    return script("docker/generate.py")
 
 
 # ------------------------------------------------------------------------------------------------------ containers
@@ -99,6 +104,34 @@ def test_the_ascend_image_is_of_the_newest_released_set(generator: ModuleType) -
 def test_a_container_ends_in_the_doctor(name: str) -> None:
     last = (ROOT / "docker" / f"Dockerfile.{name}").read_text().rstrip().splitlines()[-1]
     assert last == 'CMD ["kvbackend", "doctor"]'
+
+
+def test_the_cpu_file_can_be_executed_without_a_container_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ci/docker_check.sh does it; here commands are told, not run."""
+    dockerfile, ran = script("ci/dockerfile.py"), []
+
+    def run(stage: Any, command: str) -> None:
+        ran.append((stage.root.name, command))
+        if "pip wheel" in command:
+            assert stage.variables["PIP_EXTRA_INDEX_URL"] == "nowhere"
+            assert (stage.root / "src" / "csrc" / "cpu" / "isa.cpp").exists()
+            assert (stage.root / "src" / "ci" / "constraints.txt").exists()
+            assert not list(stage.root.rglob("*.so"))
+            (stage.root / "wheels").mkdir()
+            (stage.root / "wheels" / "one.whl").touch()
+        elif "/wheels" in command:
+            assert (stage.root / "wheels" / "one.whl").exists()
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(dockerfile.Stage, "run", run)
+    (tmp_path / "base").mkdir()
+    file = ROOT / "docker" / "Dockerfile.cpu"
+    dockerfile.execute(file, tmp_path / "base", tmp_path, {"TORCH_INDEX": "nowhere"})
+    assert [words.split()[0] for _, words in ran] == ["apt-get", "pip", "pip", "kvbackend"]
+    assert [root for root, _ in ran] == ["0", "0", "1", "1"]
+    assert len(ran) - 1 == len(re.findall(r"^RUN ", file.read_text(), re.M))
 
 
 # ------------------------------------------------------------------------------------------------------- workflows
