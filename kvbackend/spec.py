@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .arrays import Array, Arrays, Kind
 from .errors import ArgumentError
+from .typed import kind_of, need
 
 # One namespace for what callers see, one for the kernels that device libraries bring. Both have the same schemas:
 # a library only implements them, so it can be loaded before or after this module.
@@ -76,6 +77,7 @@ class Op:
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._run_fake, lib=_library)
         numbers = (at for at, name in enumerate(self.parameters) if hints[name] in (int, float))
         self._numbers = tuple((at, self.parameters[at]) for at in numbers)
+        self._kinds = {name: kind_of(hints[name]) for name in self.parameters if hints[name] in _SCHEMA_TYPES}
         self._overload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     @property
@@ -88,16 +90,35 @@ class Op:
             value = args[at] if at < len(args) else kwargs.get(name)
             if value is True or value is False:  # which torch would take for 1 or 0
                 raise ArgumentError(f"{name} is {value}; it is a number: pass one")
-        return self._overload(*args, **kwargs)
+        try:
+            return self._overload(*args, **kwargs)
+        except (RuntimeError, TypeError, AttributeError):  # of a wrong type torch tells in words of its own
+            wrong = self._wrong(args, kwargs)
+            if wrong is None:
+                raise
+        raise wrong
 
     def __repr__(self) -> str:
         return f"<kvbackend op {self.schema}>"
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments by name, defaults filled in."""
-        bound = self.signature.bind(*args, **kwargs)
+        """All arguments by name, defaults filled in; raises ArgumentError for names and types that are not the op's."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(f"{self.name}: {error}; it takes {', '.join(self.parameters)}: pass these") from None
         bound.apply_defaults()
+        for name, kind in self._kinds.items():
+            need(name, bound.arguments[name], kind)
         return dict(bound.arguments)
+
+    def _wrong(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ArgumentError | None:
+        """What is wrong with a call that could not be made, if it is the call."""
+        try:
+            self.arrays.check(self.bind(args, kwargs))
+        except ArgumentError as error:
+            return error
+        return None
 
     def resolve(self, **example: Any) -> Callable[..., Any]:
         """Choose once, for calls like this one, and return a callable without per-call choosing.

@@ -15,6 +15,7 @@ import kvbackend
 from kvbackend import backends
 from kvbackend.backends import REFERENCE
 from kvbackend.dispatch import explain
+from kvbackend.errors import ArgumentError
 from kvbackend.matrix import DTYPES, copy_arguments, run_cell
 from kvbackend.ops import registry
 
@@ -76,6 +77,23 @@ def test_cpu_kernel_takes_every_sample_or_says_why(name: str) -> None:
         if cpu.status == "refused":
             refused.add(sample)
     assert refused == ALLOWED_REFUSALS.get(name, set())
+
+
+@EVERY_OP
+def test_arguments_of_wrong_types_are_told(name: str) -> None:
+    """By name, in the three ways of asking; torch's words stand for nothing that a caller wrote."""
+    op = registry[name]
+    good = op.bind((), next(iter(samples(name).values())))
+    arrays = {array.name for array in op.arrays}
+    for argument, value in good.items():
+        wrong = "x" if not isinstance(value, str) else 3
+        for bad in (wrong, [value], object()):
+            for ask in (op, op.resolve, lambda **call: explain(op, **call)):
+                with pytest.raises(ArgumentError, match=rf"^{argument} is .*; it must be .*: pass one$"):
+                    ask(**{**good, argument: bad})
+    for call in ({**good, "more": 1}, {key: value for key, value in good.items() if key not in arrays}):
+        with pytest.raises(ArgumentError, match=f"^{name}: .*; it takes .*: pass these$"):
+            op(**call)
 
 
 @EVERY_OP

@@ -12,7 +12,7 @@ from .. import formats, ops
 from ..codecs.records import unpack_record
 from ..errors import ArgumentError
 from ..layouts import empty_pages
-from .layers import MlaLayer, MlaPages, PageSizes, Scales
+from .layers import MlaLayer, MlaPages, PageSizes, Scales, need_sizes
 from .parts import Part
 
 
@@ -28,6 +28,10 @@ class DsaLayer(MlaLayer):
     index_dim: int = 128
     index_format: str = "auto"
     latent_format: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need_sizes(self, 0, index_dim=self.index_dim)
 
     def parts(self, dtype: torch.dtype, kv_format: str = "auto") -> tuple[Part, Part]:
         """As the base's; a kv_format, which has codes and scales apart, is refused."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import formats, ops
 from ..errors import ArgumentError
 from ..layouts import LAYOUTS, allocate_kv, empty_pages
+from ..typed import check_fields
 from . import kivi
 from .parts import Part, format_of, formats_of, is_quantized
 
@@ -43,7 +44,8 @@ class GqaLayer:
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
-        _need_positive(self, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_width)
+        check_fields(self)
+        need_sizes(self, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_width)
 
     @property
     def value_width(self) -> int:
@@ -104,7 +106,8 @@ class MlaLayer:
     qk_rope_head_dim: int
 
     def __post_init__(self) -> None:
-        _need_positive(self, kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim)
+        check_fields(self)
+        need_sizes(self, kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim)
 
     def parts(self, dtype: torch.dtype, kv_format: str = "auto") -> tuple[Part, Part]:
         """Its latent cache, in kv_format, and its rotary one, small and sensitive, in `dtype` always."""
@@ -370,9 +373,10 @@ def _need_layout(layout: str) -> None:
         raise ArgumentError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}: choose one")
 
 
-def _need_positive(layer: Layer, **sizes: int) -> None:
+def need_sizes(layer: object, least: int = 1, **sizes: int) -> None:
+    """Raise ArgumentError unless these fields of a layer are at least so large."""
     for name, size in sizes.items():
-        if size < 1:
+        if size < least:
             raise ArgumentError(
-                f"{name} of {type(layer).__name__} is {size}; it must be 1 or more: pass the sizes of the model"
+                f"{name} of {type(layer).__name__} is {size}; it must be {least} or more: pass the sizes of the model"
             )

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from .. import formats, ops
 from ..errors import ArgumentError
+from ..typed import checked
 from . import kivi
 from .dsa import DsaPages
 from .kept import Append, Kept
 from .layers import FullRows, GqaPages, Layer, MlaPages, Pages, PageSizes, Scales, static_scales
-from .parts import is_quantized
+from .parts import is_quantized, usable
 from .pool import BlockPool
 
 MAX_BLOCKS = 2**31 - 1  # block tables are int32
@@ -87,6 +88,7 @@ class PagedCache:
     Source: PagedAttention (arXiv 2309.06180), sections 4.3 and 4.4.
     """
 
+    @checked
     def __init__(
         self,
         layers: Sequence[Layer],
@@ -101,7 +103,7 @@ class PagedCache:
         keep_sinks: int = 0,
         keep_blocks: int | None = None,
     ) -> None:
-        num_blocks, block_size = _whole("num_blocks", num_blocks), _whole("block_size", block_size)
+        num_blocks, block_size = index(num_blocks), index(block_size)
         self.specs = tuple(layers)
         self.kv_formats = _formats_of(kv_format, len(self.specs))
         self.bytes_per_token = _bytes_per_token(self.specs, block_size, dtype, self.kv_formats)
@@ -112,7 +114,7 @@ class PagedCache:
             )
         self.block_size = block_size
         self.dtype = dtype
-        self.device = _usable(device)
+        self.device = usable(device)
         self.layout = layout
         self.pool = BlockPool(num_blocks)
         self.kept: Kept | None = None
@@ -138,6 +140,7 @@ class PagedCache:
         self._tables: tuple[tuple[Any, ...], _Tables] | None = None  # of the last batch that attended
 
     @classmethod
+    @checked
     def with_memory(
         cls,
         memory_bytes: int,
@@ -163,6 +166,7 @@ class PagedCache:
         num_blocks = (memory_bytes - fixed_bytes) // block_bytes
         return cls(specs, num_blocks, block_size, dtype, device, layout, names, scales)
 
+    @checked
     def grow(self, num_blocks: int, keep_blocks: int | None = None) -> None:
         """Have so many blocks, and so many in full precision, from now on; sequences and their blocks stay.
 
@@ -214,6 +218,7 @@ class PagedCache:
         """The id of a new, empty sequence. Ids are never used again."""
         return self._add(_Sequence())
 
+    @checked
     def append(self, seq: int, num_tokens: int) -> Tensor:
         """Make room for num_tokens more tokens; their slots [num_tokens] int64, to be written in every layer.
 
@@ -221,6 +226,7 @@ class PagedCache:
         """
         return self.append_batch([seq], [num_tokens])
 
+    @checked
     def append_batch(self, seqs: Sequence[int], num_tokens: Sequence[int]) -> Tensor:
         """`append` for many different sequences at once, for all of them or for none.
 
@@ -281,6 +287,7 @@ class PagedCache:
         self._tables = None
         return slot_mapping
 
+    @checked
     def fork(self, seq: int) -> int:
         """The id of a new sequence with the same tokens. It shares all blocks, so it costs none."""
         sequence = self._sequence(seq)
@@ -289,6 +296,7 @@ class PagedCache:
             self.kept.pool.share(sequence.full.values())
         return self._add(_Sequence(list(sequence.table), sequence.length, dict(sequence.full)))
 
+    @checked
     def truncate(self, seq: int, length: int) -> None:
         """Drop the tokens of a sequence from position `length` on, and free the blocks that held only those.
 
@@ -316,6 +324,7 @@ class PagedCache:
         sequence.length = length
         self._tables = None
 
+    @checked
     def free(self, seq: int) -> None:
         """Forget a sequence, and free the blocks that no other one shares."""
         sequence = self._sequence(seq)
@@ -325,10 +334,12 @@ class PagedCache:
         del self._sequences[seq]
         self._tables = None
 
+    @checked
     def length(self, seq: int) -> int:
         """Tokens of a sequence."""
         return self._sequence(seq).length
 
+    @checked
     def batch(self, seqs: Sequence[int], q_lens: Sequence[int]) -> dict[str, Any]:
         """What an attention op wants to know of a batch, by the names of its arguments.
 
@@ -352,6 +363,7 @@ class PagedCache:
             "max_seqlen_q": max(counts, default=0),
         }
 
+    @checked
     def pages(self, layer: int) -> Pages:
         """The pages of a layer; raises ArgumentError for an index that none has."""
         if not 0 <= layer < len(self.layers):
@@ -360,6 +372,7 @@ class PagedCache:
             )
         return self.layers[layer]
 
+    @checked
     def attend(
         self,
         layer: int,
@@ -400,6 +413,7 @@ class PagedCache:
         out, lse = ops.merge_attn_states(outs, lses, None if sinks is None else sinks.float())
         return out, lse if return_lse else lse.new_empty(0)
 
+    @checked
     def read(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
         """A copy of a sequence's rows in one layer: keys and values [length, kv_heads, dim], or MLA's two parts.
 
@@ -689,21 +703,6 @@ class PagedCache:
 
     def _tensor(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
-
-
-def _whole(name: str, count: int) -> int:
-    try:
-        return index(count)
-    except TypeError:
-        raise ArgumentError(f"{name} is {count!r}; it must be a whole number: pass an int") from None
-
-
-def _usable(device: torch.device | str) -> torch.device:
-    try:
-        return torch.zeros(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch's ways of saying that there is no such device
-        reason = str(error).splitlines()[0]
-        raise ArgumentError(f"device is {str(device)!r}; torch cannot use it here ({reason}): pass cpu") from error
 
 
 def _formats_of(kv_format: KVFormats, num_layers: int) -> tuple[str, ...]:

@@ -132,3 +132,12 @@ def formats_of(kv_format: str, dtype: torch.dtype) -> tuple[KVFormat, KVFormat]:
 def is_quantized(kv_format: str) -> bool:
     """Whether a name of `formats.pair` stands for codes on either side."""
     return any(side != "auto" and formats.get(side).quantized for side in formats.pair(kv_format))
+
+
+def usable(device: torch.device | str) -> torch.device:
+    """The device with its index; raises ArgumentError where torch cannot use it."""
+    try:
+        return torch.zeros(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch's ways of saying that there is no such device
+        reason = str(error).splitlines()[0]
+        raise ArgumentError(f"device is {str(device)!r}; torch cannot use it here ({reason}): pass cpu") from error

@@ -14,6 +14,8 @@ from .. import formats, ops
 from ..codecs.records import pack_record, unpack_record
 from ..errors import ArgumentError
 from ..layouts import empty_pages
+from ..typed import check_fields, checked
+from .layers import need_sizes
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class SharedKvLayer:
     compresses_index: bool = False
     source: int | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        need_sizes(self, 0, compress_ratio=self.compress_ratio, index_dim=self.index_dim, source=self.source or 0)
+
     @property
     def span(self) -> int:
         """Tokens that one compressed row pools."""
@@ -44,6 +50,7 @@ class SharedKvLayer:
         return 0 if self.source is not None else max(self.span - 1, 0)
 
 
+@checked
 def deepseek_v4_layers(compress_ratios: Sequence[int], index_dim: int = 128) -> list[SharedKvLayer]:
     """The layers of DeepSeek-V4 by its config's compress_ratios: 0 window only, 4 CSA with an indexer, others HCA."""
     return [
@@ -51,6 +58,7 @@ def deepseek_v4_layers(compress_ratios: Sequence[int], index_dim: int = 128) -> 
     ]
 
 
+@checked
 def deepseek_v41_layers(
     compress_ratios: Sequence[int], kv_source_layer_ids: Sequence[int], index_dim: int = 128
 ) -> list[SharedKvLayer]:
@@ -145,6 +153,11 @@ class SharedKvPages:
         """Pages of a layer after those of the layers before it."""
         window = sizes.pages(sizes.num_sequences, sizes.window_rows, sizes.head_dim, sizes.window_format)
         if layer.source is not None:
+            if layer.source >= len(earlier):
+                raise ArgumentError(
+                    f"source of layer {len(earlier)} is {layer.source}; a layer reads the rows of one before it: pass "
+                    f"an index below {len(earlier)}"
+                )
             owner = earlier[layer.source]
             return replace(owner, layer=layer, window=window, state=None, index_state=None)
         if layer.compress_ratio == 0:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import ArgumentError
+from ..typed import checked
+from .parts import usable
 from .pool import BlockPool
 from .shared_kv import SharedKvLayer, SharedKvPages, Sizes
 
@@ -91,6 +93,7 @@ class SharedKvCache:
     Source: DeepSeek-V4, V4.1 (arXiv 2609.19969); blocks as in PagedAttention (arXiv 2309.06180).
     """
 
+    @checked
     def __init__(
         self,
         layers: Sequence[SharedKvLayer],
@@ -119,7 +122,7 @@ class SharedKvCache:
                     f"which must divide it: choose a multiple of every compress_ratio"
                 )
         self.sizes = Sizes(
-            num_blocks, block_size, num_sequences, dtype, torch.device(device), head_dim, window, rewind,
+            num_blocks, block_size, num_sequences, dtype, usable(device), head_dim, window, rewind,
             window_format, kv_format, index_format,
         )  # fmt: skip
         pages: list[SharedKvPages] = []
@@ -164,10 +167,12 @@ class SharedKvCache:
         """The id of a new, empty sequence. Raises OutOfBlocks where num_sequences live. Ids are never used again."""
         return self._add(_Sequence(self.slots.allocate(1)[0]))
 
+    @checked
     def append(self, seq: int, num_tokens: int) -> None:
         """Make room for num_tokens more tokens. Without enough blocks: OutOfBlocks, with everything as it was."""
         self.append_batch([seq], [num_tokens])
 
+    @checked
     def append_batch(self, seqs: Sequence[int], num_tokens: Sequence[int]) -> None:
         """`append` for many different sequences at once, for all of them or for none."""
         sequences = self._batch_of(seqs, num_tokens, "num_tokens")
@@ -187,6 +192,7 @@ class SharedKvCache:
             sequence.length += count
             sequence.seen = max(sequence.seen, sequence.length)
 
+    @checked
     def grow(self, num_blocks: int) -> None:
         """Have so many blocks from now on; sequences and their blocks stay. `layers` are new objects."""
         if num_blocks < self.sizes.num_blocks:
@@ -201,6 +207,7 @@ class SharedKvCache:
         self.layers = tuple(pages)
         self.pool.grow(num_blocks)
 
+    @checked
     def fork(self, seq: int) -> int:
         """The id of a new sequence with the same tokens: it shares all blocks, and has a copy of the rings."""
         parent = self._sequence(seq)
@@ -209,6 +216,7 @@ class SharedKvCache:
         self._copy([tensor for pages in self.layers for tensor in pages.by_sequence], [(parent.slot, slot)])
         return self._add(_Sequence(slot, list(parent.table), parent.length, parent.seen))
 
+    @checked
     def truncate(self, seq: int, length: int) -> None:
         """Drop the tokens of a sequence from position `length` on, and free the blocks that held only those.
 
@@ -234,6 +242,7 @@ class SharedKvCache:
         if length == 0:
             sequence.seen = 0
 
+    @checked
     def free(self, seq: int) -> None:
         """Forget a sequence; free its slot, and the blocks that no other one shares."""
         sequence = self._sequence(seq)
@@ -241,10 +250,12 @@ class SharedKvCache:
         self.slots.free([sequence.slot])
         del self._sequences[seq]
 
+    @checked
     def length(self, seq: int) -> int:
         """Tokens of a sequence."""
         return self._sequence(seq).length
 
+    @checked
     def batch(self, seqs: Sequence[int], q_lens: Sequence[int]) -> SharedKvBatch:
         """What the ops want to know of a batch whose queries are the last q_lens tokens of each sequence."""
         sequences = self._batch_of(seqs, q_lens, "q_lens")
@@ -308,7 +319,9 @@ class SharedKvCache:
 
     def _batch_of(self, seqs: Sequence[int], counts: Sequence[int], name: str) -> list[_Sequence]:
         if len(seqs) != len(counts):
-            raise ArgumentError(f"seqs has {len(seqs)} entries and {name} {len(counts)}; pass one for each sequence")
+            raise ArgumentError(
+                f"{name} has {len(counts)} entries for {len(seqs)} sequences; it must have one for each: pass as many"
+            )
         if len(set(seqs)) != len(seqs):  # rings and open groups are written to once a call
             raise ArgumentError(f"seqs is {list(seqs)}; a call takes a sequence once: add its tokens up")
         for count in counts:

@@ -1,0 +1,127 @@
+"""Arguments of the caches that are of another type than their annotation says: told before anything is done."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvbackend.cache import (
+    DsaLayer,
+    GqaLayer,
+    MlaLayer,
+    PagedCache,
+    SharedKvCache,
+    SharedKvLayer,
+    deepseek_v4_layers,
+    deepseek_v41_layers,
+)
+from kvbackend.errors import ArgumentError
+
+BF16 = torch.bfloat16
+V4 = deepseek_v4_layers([0, 4], 8)
+VALUES = ["x", b"x", [1], (), {}, None, 1.5, True, -1, 10**30, object(), torch.zeros(2)]
+
+
+def paged(method: str) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        cache = PagedCache([GqaLayer(2, 8)], 4, 4, BF16, keep_recent=4)
+        cache.append(cache.new_sequence(), 5)
+        before = repr(cache), cache.used_bytes, cache.pool.num_free
+        try:
+            return getattr(cache, method)(**arguments)
+        except ArgumentError:
+            assert (repr(cache), cache.used_bytes, cache.pool.num_free) == before
+            raise
+
+    return call
+
+
+def shared(method: str) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        cache = SharedKvCache(V4, 4, 16, 2, BF16, head_dim=32, window=8)
+        cache.append(cache.new_sequence(), 5)
+        return getattr(cache, method)(**arguments)
+
+    return call
+
+
+MEMORY = dict(layers=[GqaLayer(2, 8)], block_size=4, dtype=BF16, device="cpu", layout="NHD", kv_format="auto")
+ROWS = dict(key=torch.zeros(1, 2, 8, dtype=BF16), value=torch.zeros(1, 2, 8, dtype=BF16))
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "GqaLayer": (GqaLayer, dict(kv_heads=2, head_dim=8, value_dim=8)),
+    "MlaLayer": (MlaLayer, dict(kv_lora_rank=8, qk_rope_head_dim=8)),
+    "DsaLayer": (
+        lambda **arguments: PagedCache([DsaLayer(**arguments)], 4, 4, BF16),
+        dict(kv_lora_rank=8, qk_rope_head_dim=8, index_dim=8, index_format="auto", latent_format="auto"),
+    ),
+    "SharedKvLayer": (
+        lambda **arguments: SharedKvCache([SharedKvLayer(**arguments)], 4, 16, 2, BF16, head_dim=32, window=8),
+        dict(compress_ratio=4, overlap=False, index_dim=8, compresses_index=False, source=None),
+    ),
+    "deepseek_v4_layers": (deepseek_v4_layers, dict(compress_ratios=[0, 4], index_dim=8)),
+    "deepseek_v41_layers": (deepseek_v41_layers, dict(compress_ratios=[0, 4], kv_source_layer_ids=[1], index_dim=8)),
+    "PagedCache": (
+        PagedCache, dict(MEMORY, num_blocks=4, scales=[None], keep_recent=4, keep_sinks=4, keep_blocks=4),
+    ),
+    "with_memory": (PagedCache.with_memory, dict(MEMORY, memory_bytes=10000, scales=[None])),
+    "SharedKvCache": (
+        SharedKvCache,
+        dict(
+            layers=V4, num_blocks=4, block_size=16, num_sequences=2, dtype=BF16, device="cpu", head_dim=32, window=8,
+            window_format="auto", kv_format="auto", index_format="auto", rewind=1,
+        ),
+    ),
+    "write": (
+        lambda **arguments: PagedCache([GqaLayer(2, 8)], 4, 4, BF16).layers[0].write(**arguments),
+        dict(ROWS, slot_mapping=torch.zeros(1, dtype=torch.int64)),
+    ),
+    "attend": (
+        paged("attend"), dict(layer=0, q=torch.zeros(1, 2, 8, dtype=BF16), seqs=[0], q_lens=[1], softmax_scale=0.1),
+    ),
+    "pages": (paged("pages"), dict(layer=0)),
+    "read": (paged("read"), dict(layer=0, seq=0)),
+}  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {
+    "grow": dict(num_blocks=6),
+    "append": dict(seq=0, num_tokens=1),
+    "append_batch": dict(seqs=[0], num_tokens=[1]),
+    "fork": dict(seq=0),
+    "truncate": dict(seq=0, length=5),
+    "free": dict(seq=0),
+    "length": dict(seq=0),
+    "batch": dict(seqs=[0], q_lens=[1]),
+}
+CALLS |= {f"PagedCache.{name}": (paged(name), arguments) for name, arguments in METHODS.items()}
+CALLS |= {f"SharedKvCache.{name}": (shared(name), arguments) for name, arguments in METHODS.items()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_of_any_type_are_taken_or_refused_in_words(name: str) -> None:
+    call, good = CALLS[name]
+    call(**good)
+    told = []
+    for argument in good:
+        for value in VALUES:
+            try:
+                call(**{**good, argument: value})
+            except ArgumentError as error:
+                told.append(str(error))
+    assert len(told) >= 5 * len(good)
+    assert all(re.search(r"; .*: ", message) for message in told)
+
+
+def test_the_argument_and_what_it_may_be_are_named() -> None:
+    with pytest.raises(ArgumentError, match=r"^num_blocks is 'many'; it must be a whole number of 64 bits: pass one$"):
+        PagedCache([GqaLayer(2, 8)], "many", 4, BF16)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^dtype is 'bfloat16'; it must be a torch\.dtype: pass one$"):
+        PagedCache([GqaLayer(2, 8)], 4, 4, "bfloat16")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^index_dim of DsaLayer is list; it must be a whole number"):
+        DsaLayer(8, 8, index_dim=[8])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^layers is list; it must be a sequence, each a GqaLayer or a MlaLayer"):
+        PagedCache([8], 4, 4, BF16)  # type: ignore[list-item]
+    with pytest.raises(ArgumentError, match=r"^source of layer 0 is 3; a layer reads the rows of one before it"):
+        SharedKvCache([SharedKvLayer(4, source=3)], 4, 16, 2, BF16)
