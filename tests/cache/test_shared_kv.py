@@ -298,7 +298,10 @@ def test_refuses_calls():
         (lambda: cache.append(seq, -1), "num_tokens holds -1; it must be 0 or more"),
         (lambda: cache.append_batch([seq, seq], [1, 1]), "a call takes a sequence once"),
         (lambda: cache.batch([seq, seq], [1, 1]), "a call takes a sequence once"),
-        (lambda: cache.append_batch([seq], [1, 1]), "num_tokens has 2 entries for 1 sequences; it must have one for each"),
+        (
+            lambda: cache.append_batch([seq], [1, 1]),
+            "num_tokens has 2 entries for 1 sequences; it must have one for each",
+        ),
         (lambda: cache.batch([seq], [4]), "q_lens asks for 4 queries of sequence 0, which has 3 tokens"),
         (lambda: cache.truncate(seq, 4), "length is 4; sequence 0 has 3 tokens"),
     ):

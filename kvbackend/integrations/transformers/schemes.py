@@ -64,7 +64,9 @@ def options_of(
             f"evict=snapkv:{wanted.keep}"
         )
     if wanted.topk:
-        options["sparse"] = Sparsity(stretched("topk", wanted.topk, num_layers), reselect=wanted.reselect)
+        options["sparse"] = Sparsity(
+            stretched("topk (--sparse-topk)", wanted.topk, num_layers), reselect=wanted.reselect
+        )
     if wanted.scales is not None:
         options["scales"] = _scales(wanted, names, largest)
     if wanted.rank or wanted.ratios:

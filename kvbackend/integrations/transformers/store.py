@@ -329,10 +329,12 @@ class Store:
         call = layer, q, self.rows, self.counts, scale
         if window > 0 or (max(self.counts, default=0) > 1 and not self.options.sparse_prompt):
             return self.pages.attend(*call, window=window, **options)[0]
+        chosen, size = self.slots[layer].new_zeros(len(q), k.shape[1], 1), self.sparse.sparsity.page_size
+        bounds = k.new_zeros(1, 1, *k.shape[1:])
+        self._tell("page_logits", q=q, low_cache=bounds, high_cache=bounds, **batch, page_size=size)
+        self._tell("token_logits", q=q, pages=chosen, **batch, page_size=size, **pages.key_arguments)
         self._tell("topk_indices", scores=q[:, 0], k=1)
-        positions = self.slots[layer].new_zeros(len(q), pages.caches[0].shape[2], 1)
-        chosen = dict(q=q, topk_indices=positions, softmax_scale=scale)
-        self._tell("sparse_attention", **chosen, **batch, **pages.arguments)
+        self._tell("sparse_attention", q=q, topk_indices=chosen, softmax_scale=scale, **batch, **pages.arguments)
         return self.sparse.attend(*call, **options)[0]
 
     def attend_latent(self, layer: int, q: tuple[Tensor, Tensor], ckv: Tensor, kpe: Tensor, scale: float) -> Tensor:
