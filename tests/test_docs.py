@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvbackend
+from kvbackend import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,3 +42,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
     assert {page.name for page in PAGES[1:]} <= set(listed)
+
+
+def test_the_chinese_readme_names_what_the_english_one_does() -> None:
+    english, chinese = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md"))
+    named = set(re.findall(r"KVBACKEND_[A-Z_]+", english))
+    named |= set(re.findall(r"\bkvbackend (\w+)", english)) & cli.COMMANDS.keys()
+    assert {name for name in named if name not in chinese} == set()
+    code = [re.sub(r" *#.*| -> .*|, return_lse=True", "", text) for text in (english, chinese)]
+    assert len({re.search(r"cache = PagedCache\(.*?seq = ", text, re.DOTALL)[0] for text in code}) == 1
