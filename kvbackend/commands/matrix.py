@@ -185,7 +185,10 @@ def merge(args: argparse.Namespace) -> int:
         for remark in merging.remarks(runs):
             print(remark)
     if rows:
-        shown = [(*describe(row), "".join(f"[{n}]" for n in wanted.covering(row, runs)) or "no run") for row in rows]
+        shown = [
+            (*describe(row), merging.marks(found) if (found := wanted.covering(row, runs)) else "no run")
+            for row in rows
+        ]
         print_table(("device", "architecture", "versions", "covered by"), shown)
     return int(any(status in ("fail", "crashed") for run in runs for status, _ in run.cells.values()))
 

@@ -60,7 +60,7 @@ class Conflict(NamedTuple):
     def __str__(self) -> str:
         key = self.key
         where = f"{key.op} on {key.backend}, {key.device}, {key.dtype}, {key.format}, {key.sample!r}"
-        return f"{where}: passed in {_marks(self.passed)}, failed in {_marks(self.failed)}"
+        return f"{where}: passed in {marks(self.passed)}, failed in {marks(self.failed)}"
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -261,11 +261,12 @@ def _found(op: str, backend: str, kind: str, runs: Sequence[Run]) -> str:
     words = [f"**{bad} of {len(verdicts)} fail**"] * bool(bad)
     words += ["pass" if passed == len(verdicts) and not bad else f"{passed} of {len(verdicts)} pass"]
     words += [f"{refused} refused"] * bool(refused)
-    return f"{', '.join(words)} {_marks(numbers)}"
+    return f"{', '.join(words)} {marks(numbers)}"
 
 
-def _marks(numbers: Iterable[int]) -> str:
-    return "".join(f"[{number}]" for number in numbers)
+def marks(numbers: Iterable[int]) -> str:
+    """The numbers of runs: [1, 2], since [1][2] is a link in Markdown."""
+    return f"[{', '.join(map(str, numbers))}]"
 
 
 def _plain(text: str) -> str:

@@ -159,7 +159,7 @@ def test_contradictions_are_shown(write, capsys: pytest.CaptureFixture[str]) -> 
     assert [str(conflict) for conflict in merge.conflicts(runs)] == [
         "gather_cache on cuda_triton, cuda, float32, auto, 'padding': passed in [1], failed in [2]"
     ]
-    assert merge.known("gather_cache", "cuda", runs) == "**1 of 2 fail**, 2 of 2 pass [1][2]"
+    assert merge.known("gather_cache", "cuda", runs) == "**1 of 2 fail**, 2 of 2 pass [1, 2]"
     assert main(["matrix", "merge", *paths, "--markdown"]) == 1
     shown = capsys.readouterr().out
     assert "- Conflict: gather\\_cache on cuda\\_triton, cuda, float32" in shown
