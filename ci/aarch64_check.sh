@@ -64,4 +64,4 @@ from kvbackend import native
 found = native.library('cpu')
 print(platform.machine(), 'Python', platform.python_version(), 'torch', torch.__version__, 'kernels:', found.isa or found.reason)
 raise SystemExit(bool(found.reason))"
-emulated -m pytest -q -p no:cacheprovider "$@"
+emulated -m pytest -q -p no:cacheprovider -o timeout=0 "$@" # emulated, a test may take long
