@@ -5,6 +5,11 @@ A cache is `[num_blocks, block_size, kv_heads, head_dim]` whatever its layout; a
     NHD           [num_blocks, block_size, kv_heads, head_dim], K and V apart
     HND           [num_blocks, kv_heads, block_size, head_dim] in memory, K and V apart
     interleaved   [num_blocks, 2, block_size, kv_heads, head_dim] in memory: K and V of a block beside each other
+
+Ascend's fractal pages have another shape, which no op here reads; `transcode` makes them and takes them apart:
+
+    NZ            [num_blocks, kv_heads, head_dim / f, block_size, f], K and V apart, f numbers in 32 bytes. With dims 1
+                  and 2 as one, what npu_scatter_pa_kv_cache writes in cache_mode "PA_NZ"
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from torch import Tensor
 from .errors import ArgumentError
 
 LAYOUTS = ("NHD", "HND", "interleaved")
+FRACTAL, FRACTAL_BYTES = "NZ", 32
 HUGE_PAGE = 2 << 20  # bytes, of x86-64 and of arm64 with pages of 4 KiB
 
 
@@ -79,15 +85,16 @@ def transcode(
     """A cache in another layout: the same numbers, to the bit.
 
     cache        pages [nb, page_bytes] uint8 of a record, see `kvbackend.formats`; or the key and value caches
-                 [nb, bs, Hk, D | Dv] of a split layout (their codes, or the scales that belong to them)
-    from_layout, to_layout   two records that hold the same numbers, or two of NHD, HND and interleaved
+                 [nb, bs, Hk, D | Dv] of a split layout (their codes, or the scales that belong to them), in NZ
+                 [nb, Hk, D | Dv / f, bs, f]
+    from_layout, to_layout   two records that hold the same numbers, or two of NHD, HND, interleaved and NZ
     block_size   tokens of a block, which stay together
     Returns what `cache` is, in to_layout, newly allocated; padding of records is zero.
     Raises ArgumentError where something could be lost, or where `cache` is not as from_layout says.
     """
     from . import ops  # ops' samples allocate caches here
 
-    split = [layout in LAYOUTS for layout in (from_layout, to_layout)]
+    split = [layout in (*LAYOUTS, FRACTAL) for layout in (from_layout, to_layout)]
     if isinstance(cache, Tensor) and not any(split):
         pages: Tensor = ops.transcode(cache, from_layout, to_layout, block_size)
         return pages
@@ -95,10 +102,15 @@ def transcode(
         held = "one tensor" if isinstance(cache, Tensor) else "a pair of tensors"
         raise ArgumentError(
             f"cache is {held}, from_layout {from_layout!r} and to_layout {to_layout!r}; one tensor holds pages of a "
-            f"record, a pair holds keys and values in {', '.join(LAYOUTS)}: pass layouts of one kind and what they hold"
+            f"record, a pair holds keys and values in {', '.join((*LAYOUTS, FRACTAL))}: pass layouts of one kind and "
+            f"what they hold"
         )
+    if from_layout == FRACTAL:
+        cache, from_layout = (_from_fractals(cache[0], block_size), _from_fractals(cache[1], block_size)), "NHD"
     key, value = cache
     _need_layout(key, value, from_layout, block_size)
+    if to_layout == FRACTAL:
+        return _to_fractals(key), _to_fractals(value)
     num_blocks, _, kv_heads, head_dim = key.shape
     sizes = num_blocks, block_size, kv_heads, head_dim, value.shape[3]
     targets = allocate_kv(*sizes, dtype=key.dtype, device=key.device, layout=to_layout)
@@ -106,6 +118,29 @@ def transcode(
     for source, target in zip(cache, targets, strict=True):
         ops.swap_blocks(source, target, every_block)
     return targets
+
+
+def _to_fractals(cache: Tensor) -> Tensor:
+    """[nb, bs, Hk, D] in NZ, newly allocated."""
+    numbers = FRACTAL_BYTES // cache.element_size()
+    if cache.shape[3] % numbers:
+        raise ArgumentError(
+            f"cache has rows of {cache.shape[3]} numbers; layout {FRACTAL!r} takes multiples of {numbers} in "
+            f"{cache.dtype}: keep it in {', '.join(LAYOUTS)}"
+        )
+    return cache.unflatten(3, (-1, numbers)).permute(0, 2, 3, 1, 4).clone(memory_format=torch.contiguous_format)
+
+
+def _from_fractals(cache: Tensor, block_size: int) -> Tensor:
+    """NZ as [nb, bs, Hk, D], newly allocated."""
+    wanted = block_size, FRACTAL_BYTES // cache.element_size()
+    if cache.dim() != 5 or cache.shape[3:] != wanted or not cache.is_contiguous():
+        raise ArgumentError(
+            f"cache has pages of shape {list(cache.shape)} and strides {list(cache.stride())}; in layout {FRACTAL!r} "
+            f"they are dense, [num_blocks, kv_heads, fractals, {wanted[0]}, {wanted[1]}] in {cache.dtype}: pass what "
+            f"was written so"
+        )
+    return cache.permute(0, 3, 1, 2, 4).flatten(3).clone(memory_format=torch.contiguous_format)
 
 
 def _need_layout(key: Tensor, value: Tensor, layout: str, block_size: int) -> None:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvbackend import ArgumentError
 from kvbackend.cache import GqaLayer, MlaLayer, PagedCache
-from kvbackend.layouts import LAYOUTS, allocate_kv, slot_mapping, transcode
+from kvbackend.layouts import FRACTAL, LAYOUTS, allocate_kv, slot_mapping, transcode
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -107,9 +107,42 @@ def test_records_in_another_layout() -> None:
     assert torch.equal(transcode(moved, "v32_fp8_656_ascend", "v32_fp8_656", 3), pages)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e8m0fnu])
+def test_fractals_and_back(layout: str, dtype: torch.dtype) -> None:
+    key, value = allocate_kv(5, 4, 3, 64, dtype=dtype, layout=layout)
+    for seed, cache in enumerate((key, value)):
+        bits = cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])
+        bits.copy_(torch.randint(0, 255, cache.shape, generator=torch.Generator().manual_seed(seed)))
+    fractals = transcode((key, value), layout, FRACTAL, 4)
+    numbers = 32 // dtype.itemsize
+    for pages, cache in zip(fractals, (key, value), strict=True):
+        assert pages.shape == (5, 3, 64 // numbers, 4, numbers)
+        assert pages.is_contiguous()
+        for head, channel in ((0, 0), (2, 33), (1, 63)):  # the element of one head's channel in one token
+            fractal, place = divmod(channel, numbers)
+            found, wanted = pages[3, head, fractal, 2, place : place + 1], cache[3, 2, head, channel : channel + 1]
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    back = transcode(fractals, FRACTAL, layout, 4)
+    for one, other in zip(back, (key, value), strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def test_keys_and_values_in_fractals_may_differ_in_width() -> None:
+    key, value = torch.arange(48.0).reshape(1, 2, 1, 24), torch.arange(32.0).reshape(1, 2, 1, 16)
+    fractals = transcode((key, value), "NHD", FRACTAL, 2)
+    assert [pages.shape for pages in fractals] == [(1, 1, 3, 2, 8), (1, 1, 2, 2, 8)]
+    assert all(torch.equal(*pair) for pair in zip(transcode(fractals, FRACTAL, "NHD", 2), (key, value), strict=True))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda kv: transcode(kv, "NHD", "NZ", 4), r"rows of 8 numbers; layout 'NZ' takes multiples of 16"),
+        (lambda kv: transcode(kv, "NZ", "NHD", 4), r"pages of shape \[5, 4, 3, 8\]"),
+        (lambda kv: transcode((torch.zeros(5, 3, 2, 4, 8),) * 2, "NZ", "NHD", 8), r"fractals, 8, 8\]"),
+        (lambda kv: transcode((torch.zeros(5, 3, 2, 4, 16)[..., ::2],) * 2, "NZ", "NHD", 4), "they are dense"),
         (lambda kv: transcode(kv, "HND", "NHD", 4), "keys with strides .* in layout 'HND'"),
         (lambda kv: transcode(kv, "NHD", "HND", 8), "block_size"),
         (lambda kv: transcode(kv[0], "NHD", "HND", 4), "cache is one tensor"),
