@@ -261,6 +261,8 @@ def drawn(call: dict[str, Any], device: str, generator: torch.Generator) -> dict
             value = torch.tensor([[0, 1], [2, 3]])
         elif name == "positions":
             value = torch.arange(len(meta))
+        elif name == "key_positions":
+            value = torch.arange(meta.numel()).reshape(meta.shape) % length_of(call, cache)
         elif meta.dtype in (torch.float32, torch.bfloat16, torch.float16) and meta._base is None:
             value = torch.randn(meta.shape, generator=generator).abs() * 0.1 + 0.01
         elif meta._base is not None:  # parts of one pool

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbackend.backends.npu import target, vendor_ops
+from kvbackend import ArgumentError, UnsupportedError
+from kvbackend.backends.npu import host_lengths, target, vendor_ops
 from kvbackend.backends.npu.target import A5, FAMILIES, snapshots
 from kvbackend.compat import rules, versions
 from kvbackend.ops import registry
@@ -64,6 +65,26 @@ def test_every_op_has_an_adapter_or_says_why_not() -> None:
     assert set(package.WITHOUT) == set(registry) - set(judge.ADAPTED)
     for words in package.WITHOUT.values():  # and where that was read
         assert re.search(r"\((schemas of the torch_npu wheels|op-plugin documentation) .*\)", words), words
+
+
+def test_lengths_that_are_given_are_not_read(become) -> None:
+    double = become("950PR")
+    double.npu.is_current_stream_capturing = lambda: True
+    call = cases.paged_attention(q_lens=(2, 1), seq_lens=(140, 9))
+    with host_lengths.given([0, 2, 3], [140, 9]):
+        assert not judge.faults("paged_attention", call, judge.run("paged_attention", call))
+    with host_lengths.given([0, 3], [140]), pytest.raises(ArgumentError, match="given has 1 sequences and the call"):
+        judge.run("paged_attention", call)
+    with pytest.raises(UnsupportedError):  # nothing is given any more
+        judge.run("paged_attention", call)
+
+
+@pytest.mark.parametrize(
+    ("ends", "lens"), [([0, 2], [3, 4]), ([1, 2], [3]), ([0, 2, 2], [3, 4]), ([0, 1, 2], [3, 0]), ([], [])]
+)
+def test_lengths_that_cannot_be_given(ends, lens) -> None:
+    with pytest.raises(ArgumentError, match=r"cu_seqlens_q is \[.*; .*: leave"), host_lengths.given(ends, lens):
+        pass
 
 
 def test_snapshots_agree_with_the_matrix_of_releases() -> None:

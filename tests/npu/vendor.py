@@ -53,25 +53,29 @@ def int32(**tensors: Tensor | None) -> None:
 
 
 def scatter(rows: Tensor, cache: Tensor, slots: Tensor, cache_mode: str) -> None:
-    """Rows [T, N, D] to slots of [blocks, block_size, N, D]; in PA_NZ, to the same memory in fractal order."""
+    """Rows [T, N, D] to slots of [blocks, block_size, N, D]; in PA_NZ of [blocks, N * D / last, block_size, last].
+
+    In PA_NZ pages of the plain shape are taken too, silently in another order, as on the device.
+    """
     dense(rows=rows, cache=cache, slots=slots)
     same_dtype(rows, cache)
     need(slots.dtype in (torch.int32, torch.int64) and slots.shape == rows.shape[:1], "slot_mapping")
-    blocks, block_size = cache.shape[:2]
+    last = 32 // rows.element_size()
+    fractal = cache_mode == "PA_NZ" and cache.shape[1::2] == (rows[:1].numel() // last, last)
+    blocks, block_size = cache.shape[0], cache.shape[2 if fractal else 1]
     used = [slot for slot in slots.tolist() if slot >= 0]
     need(
         len(set(used)) == len(used) and all(slot < blocks * block_size for slot in used), "slots repeat or are outside"
     )
     need(cache_mode in ("Norm", "PA_NZ"), f"cache_mode {cache_mode!r}")
-    need(cache.shape[2:] == rows.shape[1:], "the rows of cache and key differ")
+    need(fractal or cache.shape[2:] == rows.shape[1:], "the rows of cache and key differ")
     for row, slot in zip(rows, slots.tolist(), strict=True):
         if slot < 0:
             continue
         page, offset = cache[slot // block_size], slot % block_size
         if cache_mode == "Norm":
             page[offset] = row
-        else:  # silently another order, as on the device
-            last = 32 // row.element_size()
+        else:
             need(row.numel() % last == 0, "PA_NZ wants rows of whole fractals")
             page.view(row.numel() // last, block_size, last)[:, offset] = row.reshape(-1, last)
 
@@ -169,6 +173,7 @@ def npu_fused_infer_attention_score_v2(
     need(ends == sorted(ends) and ends[-1:] == [num_tokens], "queryT must equal the last of actual_seq_qlen")
     need(len(lens) >= len(ends) and block_table.shape[0] >= len(ends), "lengths and tables of every sequence")
     within(fused, "batch", len(ends))
+    key, value = (side.permute(0, 3, 1, 2, 4).flatten(2) if side.dim() == 5 else side for side in (key, value))  # NZ
     need(key.dim() == 3 and key.shape[1] == block_size == value.shape[1], "block_size is not the cache's")
     need(sparse_mode in (0, 3), f"sparse_mode {sparse_mode} is not modelled")
     if sparse_mode == 3:

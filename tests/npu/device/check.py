@@ -3,8 +3,10 @@
     python -m tests.npu.device.check [--ops a,b] [--fake] [--json FILE] [--limits]
 
 Each op takes its contract samples and the calls of `tests/npu/cases.py` in three dtypes; a line says how many were
-taken and refused, and what went wrong. --json writes the cells for `kvbackend matrix merge`. --limits makes calls past
-each documented limit, which CANN must refuse; a device that takes one may not survive it, so nothing else is done then.
+taken and refused, and what went wrong. Then come round trips between plain and NZ pages, graphs that are captured,
+changed and replayed, and times of the hot calls as percents of a copy and a matmul measured here. --json writes the
+cells for `kvbackend matrix merge`, and times to a file beside it. --limits makes calls past each documented limit,
+which CANN must refuse; a device that takes one may not survive it, so nothing else is done then.
 --fake installs the fake operator library first (ci/npu_check.sh's environment), to try the check itself. Exit code 1 if
 a call fails or differs, or is taken past a limit.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ from kvbackend.matrix import Cell, copy_arguments, documents, flat_results
 from kvbackend.matrix import judge as matrix
 from kvbackend.ops import registry
 from tests.npu import cases, judge
-from tests.npu.device import probes
+from tests.npu.device import fractals, graphs, probes, times
 from tests.npu.device.moving import ON_HOST, moved
 
 # Calls that rest on something which Ascend's documentation does not say (docs/ascend.md)
@@ -92,10 +95,21 @@ def main() -> int:
             for cell in wrong:
                 print(*(f"    {cell.sample}: {fault}" for fault in cell.reasons), sep="\n")
             cells += judged
+    faulty = [cell.op for cell in cells if cell.status == "fail"]
+    for part, found in (("NZ", fractals.faults()), ("graph", graphs.faults())):
+        for name, fault in found:
+            print(f"{part}: {name}: {fault or 'as it should be'}")
+            faulty += [name] if fault else []
+    rows = []
+    for row in times.Timer(options.fake).rows():
+        print(f"{'FAKE ' if options.fake else ''}{times.line(row)}")
+        rows.append(row)
     if options.json:
         document = documents.document(cells, ["npu:0"]) | {"fake": options.fake}
         profile.write_whole(options.json, json.dumps(document, indent=1).encode())
-    return int(any(cell.status == "fail" for cell in cells))
+        measured = {"fake": options.fake, "soc": soc, "cann": here.cann, "times": rows}
+        profile.write_whole(Path(options.json).with_name("times.json"), json.dumps(measured, indent=1).encode())
+    return int(bool(faulty))
 
 
 if __name__ == "__main__":

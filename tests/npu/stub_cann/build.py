@@ -131,10 +131,14 @@ def build(out: Path) -> None:
     names = re.findall(
         rb"(?<![A-Za-z0-9_])aclnn[A-Z][A-Za-z0-9]+(?![A-Za-z0-9_])", (torch_npu / "lib/libtorch_npu.so").read_bytes()
     )
-    operators = sorted({name.decode().removesuffix("GetWorkspaceSize") for name in names})
-    (out / "operators.s").write_text(trampolines(operators))
+    asked = sorted({name.decode() for name in names if name.endswith(b"GetMaxWorkspaceSize")})  # the answer is 0 bytes
+    operators = sorted({name.decode().removesuffix("GetWorkspaceSize") for name in names}.difference(asked))
+    (out / "operators.s").write_text(trampolines(operators) + assembly(asked))
     run(*CXX, "-fvisibility=hidden", "-c", HERE / "opapi.cpp", "-o", out / "opapi.o")
-    share(out, "libopapi.so", out / "operators.s", out / "opapi.o", "-lpthread")
+    share(
+        out, "libopapi.so", out / "operators.s", out / "opapi.o", "-lpthread", f"-L{out}", "-lascendcl",
+        "-Wl,-rpath,$ORIGIN",
+    )  # fmt: skip
     share(
         out, "libnnopbase.so", "-Wl,--no-as-needed", "-x", "c", "/dev/null", f"-L{out}", "-lopapi", "-Wl,-rpath,$ORIGIN"
     )

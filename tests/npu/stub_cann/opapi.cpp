@@ -154,7 +154,18 @@ bool is_end(const std::vector<uint64_t>& words, const Stack& stack) {
          !handles.count(reinterpret_cast<void*>(b));
 }
 
+struct Launch {
+  std::string name, arguments;
+};
+
+int run(void* launch) {
+  const auto* made = static_cast<const Launch*>(launch);
+  return launch_hook ? launch_hook(made->name.c_str(), made->arguments.c_str()) : kNoHook;
+}
+
 }  // namespace
+
+extern "C" bool ascend_stub_keep(int (*run)(void*), void* what);  // runtime.cpp
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -245,10 +256,14 @@ EXPORT int ascend_stub_record(const char* name, const uint64_t* registers, const
   return status;
 }
 
-// The launch may come from another thread, behind torch_npu's task queue: the executor carries the arguments.
+// The launch may come from another thread, behind torch_npu's task queue: the executor carries the arguments. A launch
+// into a graph that is captured is kept there for good.
 EXPORT int ascend_stub_launch(const char* name, void* executor) {
-  const std::unique_ptr<std::string> arguments(static_cast<std::string*>(executor));
-  return launch_hook ? launch_hook(name, arguments->c_str()) : kNoHook;
+  std::unique_ptr<Launch> launch(
+      new Launch{name, std::move(*std::unique_ptr<std::string>(static_cast<std::string*>(executor)))});
+  if (!ascend_stub_keep(&run, launch.get())) return run(launch.get());
+  launch.release();
+  return 0;
 }
 
 }  // extern "C"

@@ -1,6 +1,7 @@
 // The ACL runtime on host memory: devices, memory, streams and events, so that torch_npu can hold tensors on "npu:0".
-// There is no device behind it: work is done when it is submitted, and streams are always idle. Prototypes are those of
-// the ACL headers in the torch_npu wheel. For tests only; see build.py.
+// There is no device behind it: work is done when it is submitted, and streams are always idle. While a graph is
+// captured, work of any stream is kept in it, to be done at each replay, and what waits for a device is refused.
+// Prototypes are those of the ACL headers in the torch_npu wheel. For tests only; see build.py.
 //
 //   ASCEND_STUB_SOC       the SoC name to report   (Ascend950PR_9599)
 //   ASCEND_STUB_CANN      the CANN version          (9.1.0)
@@ -21,15 +22,19 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 namespace {
 
 constexpr size_t kMemoryBytes = size_t(8) << 30;
 constexpr size_t kAlignment = 512;
 constexpr aclError kOutOfMemory = 207001;
+constexpr aclError kNotInCapture = 107030;
 constexpr int kCores = 24;  // whatever kind of core is asked for
 
 struct Stream {
@@ -39,6 +44,17 @@ struct Stream {
 struct Event {
   std::chrono::steady_clock::time_point recorded;
 };
+
+using Task = std::function<aclError()>;
+using Tasks = std::vector<Task>;
+
+struct Graph {
+  std::deque<Tasks> groups{1};  // in the order of a replay; a task group of the capture is one of them
+};
+
+std::mutex graph_mutex;
+Graph* captured = nullptr;  // the graph that is being captured
+Tasks* kept = nullptr;      // where work goes instead of being done
 
 thread_local int32_t current_device = 0;
 std::atomic<int32_t> next_stream{1};
@@ -104,6 +120,19 @@ bool holds(const void* pointer, size_t bytes, aclrtMemLocationType where) {
   return first + bytes <= found->first + found->second.bytes &&
          found->second.on_host == (where == ACL_MEM_LOCATION_TYPE_HOST);
 }
+
+bool keep(Task task) {
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  if (kept) kept->push_back(std::move(task));
+  return kept;
+}
+
+bool capturing() {
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  return captured;
+}
+
+aclError wait() { return capturing() ? kNotInCapture : ACL_SUCCESS; }
 
 void note(const char* how, aclrtMemcpyKind kind, size_t count, size_t bytes, aclrtStream stream) {
   const int32_t id = stream ? static_cast<Stream*>(stream)->id : 0;
@@ -197,12 +226,14 @@ aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free_bytes, size_t* total_bytes) 
   return answer(total_bytes, kMemoryBytes), answer(free_bytes, kMemoryBytes - used_bytes);
 }
 aclError aclrtMemcpy(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind kind) {
+  if (capturing()) return kNotInCapture;
   note("blocking", kind, 1, bytes, nullptr);
   return copy(target, capacity, source, bytes);
 }
 aclError aclrtMemcpyAsync(void* target, size_t capacity, const void* source, size_t bytes, aclrtMemcpyKind kind,
                           aclrtStream stream) {
   note("async", kind, 1, bytes, stream);
+  if (keep([=] { return copy(target, capacity, source, bytes); })) return ACL_SUCCESS;
   return copy(target, capacity, source, bytes);
 }
 // From page-locked host memory to the device, or back, as each attribute says.
@@ -238,6 +269,7 @@ aclError aclrtMemset(void* target, size_t capacity, int32_t value, size_t bytes)
   return fill(target, capacity, value, bytes);
 }
 aclError aclrtMemsetAsync(void* target, size_t capacity, int32_t value, size_t bytes, aclrtStream) {
+  if (keep([=] { return fill(target, capacity, value, bytes); })) return ACL_SUCCESS;
   return fill(target, capacity, value, bytes);
 }
 
@@ -245,14 +277,65 @@ aclError aclrtMemsetAsync(void* target, size_t capacity, int32_t value, size_t b
 aclError aclrtCreateStream(aclrtStream* stream) { return make_stream(stream); }
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) { return make_stream(stream); }
 aclError aclrtDestroyStream(aclrtStream stream) { return delete static_cast<Stream*>(stream), ACL_SUCCESS; }
+aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }
+aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStreamAttrValue*) { return ACL_SUCCESS; }
 aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
   return answer(id, stream ? static_cast<Stream*>(stream)->id : 0);
 }
 aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus* status) { return answer(status, ACL_STREAM_STATUS_COMPLETE); }
-aclError aclrtSynchronizeStream(aclrtStream) { return ACL_SUCCESS; }
-aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) { return ACL_SUCCESS; }
-aclError aclrtSynchronizeDevice() { return ACL_SUCCESS; }
-aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return ACL_SUCCESS; }
+aclError aclrtSynchronizeStream(aclrtStream) { return wait(); }
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) { return wait(); }
+aclError aclrtSynchronizeDevice() { return wait(); }
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return wait(); }
+
+// Graphs
+bool ascend_stub_keep(int (*run)(void*), void* what) {
+  return keep([=] { return run(what); });
+}
+aclError aclmdlRICaptureBegin(aclrtStream, aclmdlRICaptureMode) {
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  if (captured) return kNotInCapture;
+  captured = new Graph, kept = &captured->groups.back();
+  return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureGetInfo(aclrtStream, aclmdlRICaptureStatus* status, aclmdlRI* graph) {
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  return answer(status, captured ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE),
+         answer<void*>(graph, captured);
+}
+aclError aclmdlRICaptureEnd(aclrtStream, aclmdlRI* graph) {
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  *graph = captured, captured = nullptr, kept = nullptr;
+  return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode*) { return ACL_SUCCESS; }
+aclError aclmdlRICaptureTaskGrpBegin(aclrtStream) {
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  kept = &captured->groups.emplace_back();
+  return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureTaskGrpEnd(aclrtStream, aclrtTaskGrp* group) {
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  *group = kept, kept = &captured->groups.emplace_back();
+  return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream, aclrtTaskGrp group) {
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  kept = static_cast<Tasks*>(group), kept->clear();
+  return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream) {
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  kept = nullptr;
+  return ACL_SUCCESS;
+}
+aclError aclmdlRIExecuteAsync(aclmdlRI graph, aclrtStream) {
+  for (const Tasks& tasks : static_cast<Graph*>(graph)->groups)
+    for (const Task& task : tasks)
+      if (const aclError error = task()) return error;
+  return ACL_SUCCESS;
+}
+aclError aclmdlRIDestroy(aclmdlRI graph) { return delete static_cast<Graph*>(graph), ACL_SUCCESS; }
 
 // Events
 aclError aclrtCreateEvent(aclrtEvent* event) { return make_event(event); }
