@@ -18,7 +18,7 @@ void launch(const void* from, void* to, const Pairs& pairs, int64_t num_pairs, c
 
 // At most 65535 pairs.
 template <class Pairs>
-void copy(const Page& page, const void* from, int64_t from_block, void* to, int64_t to_block, const Pairs& pairs,
+void copy(const Box& page, const void* from, int64_t from_block, void* to, int64_t to_block, const Pairs& pairs,
           int64_t num_pairs, cudaStream_t stream) {
   if (page.bytes() == 0 || num_pairs == 0) return;
   KVBACKEND_CHECK(page.dims.size() <= kDims && page.bytes() < int64_t(1) << 31, "pages of ", page.bytes(),

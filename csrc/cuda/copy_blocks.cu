@@ -13,7 +13,7 @@ void copy_blocks(const Tensor& cache, const Tensor& block_mapping) {
                   "block_mapping is elsewhere; it must be on the cache's device, where the kernel reads it: move it");
   const DeviceGuard guard(cache.get_device_index());
   const cudaStream_t stream = current_stream(cache.get_device_index());
-  const Page page = page_of(cache, cache);
+  const Box page = box_of(cache, 1, cache, 1);
   const int64_t block = cache.stride(0) * cache.element_size();
   const char* ids = static_cast<const char*>(block_mapping.const_data_ptr());
   void* pages = cache.mutable_data_ptr();

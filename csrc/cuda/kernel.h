@@ -31,14 +31,4 @@ inline cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// The dims of a page of two pools of one shape, strides in bytes.
-inline Page page_of(const Tensor& source, const Tensor& target) {
-  const int64_t element = source.element_size();
-  std::vector<Dim> dims;
-  for (int64_t dim = 1; dim < target.dim(); ++dim) {
-    dims.push_back({target.size(dim), source.stride(dim) * element, target.stride(dim) * element});
-  }
-  return page_of(element, dims);
-}
-
 }  // namespace kvbackend::cuda

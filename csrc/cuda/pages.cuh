@@ -21,7 +21,7 @@ struct Geometry {
   int64_t from_block, to_block;
 };
 
-inline Geometry geometry_of(const Page& page, int64_t from_block, int64_t to_block, int64_t unit) {
+inline Geometry geometry_of(const Box& page, int64_t from_block, int64_t to_block, int64_t unit) {
   Geometry g{};
   g.units = uint32_t(page.bytes() / unit), g.run = uint32_t(page.run / unit), g.dims = int(page.dims.size());
   for (int dim = 0; dim < g.dims; ++dim) {
@@ -33,7 +33,7 @@ inline Geometry geometry_of(const Page& page, int64_t from_block, int64_t to_blo
 }
 
 // The bytes that a thread can move at once.
-inline int64_t unit_of(const Page& page, int64_t from_block, int64_t to_block, const void* from, const void* to) {
+inline int64_t unit_of(const Box& page, int64_t from_block, int64_t to_block, const void* from, const void* to) {
   std::vector<int64_t> numbers{page.run, from_block, to_block, int64_t(reinterpret_cast<uintptr_t>(from) % 16),
                                int64_t(reinterpret_cast<uintptr_t>(to) % 16)};
   for (const Dim& dim : page.dims) numbers.insert(numbers.end(), {dim.from, dim.to});

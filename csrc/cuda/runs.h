@@ -1,52 +1,14 @@
-// Copies of pages as runs of bytes: how a page lies in memory, and which copies of a batch follow each other. No CUDA
-// in it, so that it is tested without (tests/cuda/).
+// Copies of pages as runs of bytes: which copies of a batch follow each other. No CUDA in it, so that it is tested
+// without (tests/cuda/).
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
+#include "../common/boxes.h"
+
 namespace kvbackend::cuda {
-
-struct Dim {
-  int64_t size, from, to;  // strides in bytes
-};
-
-// A page of the source and the page of the target that it becomes: runs of bytes that follow each other on both sides,
-// and how the runs lie, innermost dim first.
-struct Page {
-  int64_t run;
-  std::vector<Dim> dims;
-
-  int64_t bytes() const {
-    int64_t all = run;
-    for (const Dim& dim : dims) all *= dim.size;
-    return all;
-  }
-};
-
-// Dims of a page, outermost first, strides in bytes, in the order of the target's memory; those that follow each other
-// on both sides become one.
-inline Page page_of(int64_t element_bytes, std::vector<Dim> dims) {
-  Page page{element_bytes, {}};
-  std::reverse(dims.begin(), dims.end());
-  std::stable_sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.to < b.to; });
-  for (const Dim& dim : dims) {
-    if (dim.size == 1) continue;
-    if (page.dims.empty() && dim.from == page.run && dim.to == page.run) {
-      page.run *= dim.size;
-      continue;
-    }
-    Dim* last = page.dims.empty() ? nullptr : &page.dims.back();
-    if (last && dim.from == last->from * last->size && dim.to == last->to * last->size) {
-      last->size *= dim.size;
-    } else {
-      page.dims.push_back(dim);
-    }
-  }
-  return page;
-}
 
 struct Copy {
   int64_t from, to, bytes;  // offsets from the first byte of source and target
@@ -54,7 +16,7 @@ struct Copy {
 
 // The copies of pairs (source block, target block), with their strides in bytes: none for a pair with a negative block,
 // one for runs that follow each other, of one page or of neighbouring blocks.
-inline std::vector<Copy> copies_of(const Page& page, int64_t from_block, int64_t to_block,
+inline std::vector<Copy> copies_of(const Box& page, int64_t from_block, int64_t to_block,
                                    const std::vector<std::pair<int64_t, int64_t>>& pairs) {
   std::vector<Copy> copies;
   const int64_t runs = page.run ? page.bytes() / page.run : 0;

@@ -25,7 +25,7 @@ Pairs pairs_of(const Tensor& block_mapping) {
   return pairs;
 }
 
-void on_one_gpu(const Page& page, const char* from, int64_t from_block, char* to, int64_t to_block, const Pairs& pairs,
+void on_one_gpu(const Box& page, const char* from, int64_t from_block, char* to, int64_t to_block, const Pairs& pairs,
                 cudaStream_t stream) {
   for (size_t first = 0; first < pairs.size(); first += GivenPairs::kMost) {
     const size_t count = std::min<size_t>(GivenPairs::kMost, pairs.size() - first);
@@ -79,7 +79,7 @@ void swap_blocks(const Tensor& source, const Tensor& target, const Tensor& block
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   const Pairs pairs = pairs_of(block_mapping);
-  const Page page = page_of(source, target);
+  const Box page = box_of(source, 1, target, 1);
   const int64_t element = source.element_size();
   const int64_t from_block = source.stride(0) * element, to_block = target.stride(0) * element;
   if (page.bytes() == 0 || source.size(0) == 0 || target.size(0) == 0) return;

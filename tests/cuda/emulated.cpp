@@ -11,10 +11,10 @@ using namespace kvbackend::cuda;
 
 namespace {
 
-Page page_of_call(int64_t element, int64_t dims, const int64_t* sizes, const int64_t* from, const int64_t* to) {
+Box box_of_call(int64_t element, int64_t dims, const int64_t* sizes, const int64_t* from, const int64_t* to) {
   std::vector<Dim> found;
   for (int64_t dim = 0; dim < dims; ++dim) found.push_back({sizes[dim], from[dim] * element, to[dim] * element});
-  return page_of(element, found);
+  return box_of(element, found);
 }
 
 template <class Unit, class Pairs>
@@ -41,7 +41,7 @@ extern "C" {
 int64_t copy_blocks(int way, const void* source, void* target, int64_t element, int64_t dims, const int64_t* sizes,
                     const int64_t* from, const int64_t* to, int64_t from_block, int64_t to_block, const void* ids,
                     int64_t row, int64_t column, int64_t num_pairs) {
-  const Page page = page_of_call(element, dims, sizes, from, to);
+  const Box page = box_of_call(element, dims, sizes, from, to);
   from_block *= element, to_block *= element;
   if (page.bytes() == 0) return 0;
   const int64_t unit = unit_of(page, from_block, to_block, source, target);
@@ -65,7 +65,7 @@ int64_t copies(const char* source, char* target, int64_t element, int64_t dims, 
                int64_t num_pairs) {
   std::vector<std::pair<int64_t, int64_t>> listed;
   for (int64_t i = 0; i < num_pairs; ++i) listed.emplace_back(pairs[2 * i], pairs[2 * i + 1]);
-  const Page page = page_of_call(element, dims, sizes, from, to);
+  const Box page = box_of_call(element, dims, sizes, from, to);
   const std::vector<Copy> found = copies_of(page, from_block * element, to_block * element, listed);
   for (const Copy& each : found) std::memcpy(target + each.to, source + each.from, each.bytes);
   return int64_t(found.size());
