@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvbackend import UnsupportedError
-from kvbackend.backends.flashinfer import planned
+from kvbackend.backends.flashinfer import conventions, planned
 from kvbackend.backends.nvidia import Function, Limit
 from tests.npu import cases as plain
 from tests.providers import cases, judge
@@ -204,6 +204,30 @@ def test_planning_is_refused_in_a_captured_graph(become, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="a captured graph would keep that plan for ever"):
         planned.read("paged_attention", OnGpu(), *[None] * 3, 1, 16, True)  # type: ignore[arg-type]
+
+
+def test_a_workspace_is_not_made_in_a_captured_graph(monkeypatch) -> None:
+    """A captured call takes the one that was made before it; where there is none, it says to call once before."""
+    gpu, other = torch.device("cuda:0"), torch.device("cuda:1")
+    capturing, made = False, []
+
+    def zeros(*size, device, **_):
+        made.append(device)
+        return object()
+
+    monkeypatch.setattr(conventions, "_workspaces", {})
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(conventions, "_stream", lambda device: 7 if capturing else 0)
+    first = conventions.workspace(gpu)
+    assert conventions.workspace(gpu) is first
+    capturing = True
+    assert conventions.workspace(gpu) is first
+    with pytest.raises(UnsupportedError, match=r"no workspace on cuda:1; .*: call the op once before the capture"):
+        conventions.workspace(other)
+    capturing = False
+    conventions.workspace(other)
+    assert made == [gpu, other]
 
 
 def test_a_gpu_that_lacks_a_function_gives_no_limits(become) -> None:
