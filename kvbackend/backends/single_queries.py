@@ -33,8 +33,7 @@ class SingleQueries:
 
     def results(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """out [T, H, Dv] and lse [T, H], or empty, with 0 and -inf where a query sees nothing."""
-        out = out.masked_fill(self.empty[:, None, None], 0)
-        return out, lse.masked_fill(self.empty[:, None], -torch.inf) if lse.numel() else lse
+        return _math.blank(out, lse, self.empty)
 
 
 def is_prefill(q_name: str, q: Any, seq_lens: Any) -> bool:

@@ -209,17 +209,19 @@ def caches(
     v_scale_cache: Any,
 ) -> tuple[Cached, Cached]:
     """Keys and values of a call whose kv_format may name a format for each: "int8/fp8_e4m3"."""
-    _, value_format = formats.pair(kv_format)
-    return (
-        keys(key_cache, kv_format, k_scale, k_scale_cache),
-        Cached("value_cache", value_cache, value_format, "v_scale", v_scale, "v_scale_cache", v_scale_cache, "value"),
-    )
+    return keys(key_cache, kv_format, k_scale, k_scale_cache), values(value_cache, kv_format, v_scale, v_scale_cache)
 
 
 def keys(key_cache: Any, kv_format: str, k_scale: Any, k_scale_cache: Any) -> Cached:
     """The keys of such a call alone."""
     key_format, _ = formats.pair(kv_format)
     return Cached("key_cache", key_cache, key_format, "k_scale", k_scale, "k_scale_cache", k_scale_cache)
+
+
+def values(value_cache: Any, kv_format: str, v_scale: Any = None, v_scale_cache: Any = None) -> Cached:
+    """The values alone; without their scales, for their width."""
+    _, value_format = formats.pair(kv_format)
+    return Cached("value_cache", value_cache, value_format, "v_scale", v_scale, "v_scale_cache", v_scale_cache, "value")
 
 
 def latent(kv_format: str, ckv_cache: Any, kpe_cache: Any, k_scale: Any, k_scale_cache: Any) -> tuple[Cached, Cached]:

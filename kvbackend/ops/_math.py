@@ -145,6 +145,19 @@ def attend(
     return out.reshape(num_tokens, num_heads, v.shape[-1]), lse.reshape(num_tokens, num_heads)
 
 
+def nothing_seen(q: Tensor, value_dim: int, return_lse: bool) -> tuple[Tensor, Tensor]:
+    """What attention of queries q [T, H, D] that see no key is: out [T, H, value_dim] of 0, and lse [T, H] of -inf."""
+    rows = q.shape[:2]
+    lse = q.new_full(rows if return_lse else (0,), -torch.inf, dtype=torch.float32)
+    return q.new_zeros(*rows, value_dim), lse
+
+
+def blank(out: Tensor, lse: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """out [T, H, Dv] and lse [T, H], or empty, with that in the rows [T] bool that see no key, whatever is there."""
+    out = out.masked_fill(rows[:, None, None], 0)
+    return out, lse.masked_fill(rows[:, None], -torch.inf) if lse.numel() else lse
+
+
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Add each head's sink logit to the denominator: out [..., H, Dv], lse [..., H], sinks [H]."""
     keep = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - sinks.to(lse.dtype)))

@@ -45,12 +45,9 @@ def mla_attention(
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
     """
     _math.check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
-    num_tokens, num_heads, rank = q_nope.shape
+    num_tokens, _, rank = q_nope.shape
     if num_tokens == 0 or seq_lens.shape[0] == 0 or max_seqlen_q <= 0:
-        return (
-            torch.zeros_like(q_nope),
-            q_nope.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32),
-        )
+        return _math.nothing_seen(q_nope, rank, return_lse)
     dtype = _math.compute_dtype(q_nope)
     latents, rotary = _formats.latent(kv_format, ckv_cache, kpe_cache, k_scale, k_scale_cache)
     q = torch.cat((q_nope, q_pe), -1).to(dtype)  # [T, H, kv_lora_rank + rope]

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
 from ..arrays import Float, Float32, Index, Int32, Rows
 from ..spec import op
 from . import _checks, _formats, _math
@@ -70,13 +69,10 @@ def paged_attention(
     Source: PagedAttention (arXiv 2309.06180); sinks as in gpt-oss; softcap as in Gemma 2.
     """
     _math.check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
-    num_tokens, num_heads, _ = q.shape
+    num_tokens = q.shape[0]
     keys, values = _formats.caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
     if num_tokens == 0 or seq_lens.shape[0] == 0 or max_seqlen_q <= 0:
-        return (
-            q.new_zeros(num_tokens, num_heads, values.width()),
-            q.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32),
-        )
+        return _math.nothing_seen(q, values.width(), return_lse)
     dtype = _math.compute_dtype(q)
     outs, lses = [], []
     for sequence in _math.sequences(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens):
@@ -133,7 +129,7 @@ def _(q, key_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, **_):
 @paged_attention.fake
 def _(q, value_cache, kv_format, return_lse, **_):
     num_tokens, num_heads, _ = q.shape
-    value_dim = _formats.Cached("value_cache", value_cache, formats.pair(kv_format)[1]).width()
+    value_dim = _formats.values(value_cache, kv_format).width()
     return (
         q.new_empty(num_tokens, num_heads, value_dim),
         q.new_empty((num_tokens, num_heads) if return_lse else (0,), dtype=torch.float32),

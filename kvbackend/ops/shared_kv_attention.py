@@ -71,12 +71,9 @@ def shared_kv_attention(
     Source: DeepSeek-V4 and V4.1 (arXiv 2609.19969) inference code; FlashMLA's sparse decoding with an extra cache.
     """
     _math.check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
-    num_tokens, num_heads, dim = q.shape
+    num_tokens, _, dim = q.shape
     if num_tokens == 0 or seq_lens.shape[0] == 0 or max_seqlen_q <= 0:
-        return (
-            q.new_zeros(q.shape),
-            q.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32),
-        )
+        return _math.nothing_seen(q, dim, return_lse)
     dtype = _math.compute_dtype(q)
     outs, lses = [], []
     for sequence in _math.sequences(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens):

@@ -54,13 +54,10 @@ def sparse_attention(
     Source: Quest (arXiv 2406.10774); first and last tokens as in StreamingLLM (arXiv 2309.17453).
     """
     _math.check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
-    (num_tokens, num_heads, _), kv_heads = q.shape, key_cache.shape[2]
+    num_tokens, kv_heads = q.shape[0], key_cache.shape[2]
     keys, values = _formats.caches(key_cache, value_cache, kv_format, k_scale, v_scale, k_scale_cache, v_scale_cache)
     if 0 in (num_tokens, seq_lens.shape[0], block_table.shape[1], key_cache.shape[1]) or max_seqlen_q <= 0:
-        return (
-            q.new_zeros(num_tokens, num_heads, values.width()),
-            q.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32),
-        )
+        return _math.nothing_seen(q, values.width(), return_lse)
     dtype, outs, lses = _math.compute_dtype(q), [], []
     for sequence in _math.sequences(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens):
         table = block_table[sequence.index]
@@ -115,7 +112,7 @@ def _(q, key_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, **_):
 
 @sparse_attention.fake
 def _(q, value_cache, kv_format, return_lse, **_):
-    value_dim = _formats.Cached("value_cache", value_cache, formats.pair(kv_format)[1]).width()
+    value_dim = _formats.values(value_cache, kv_format).width()
     return (
         q.new_empty(*q.shape[:2], value_dim),
         q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32),

@@ -2,6 +2,7 @@
 
 import torch
 
+from ...ops import _math
 from .. import latent, single_queries
 from .vendor import DENSE_DECODE as VENDOR
 
@@ -28,10 +29,9 @@ def run(
 ):  # fmt: skip
     import flash_mla
 
-    num_tokens, num_heads, rank = q_nope.shape
+    num_tokens, _, rank = q_nope.shape
     if 0 in (num_tokens, *block_table.shape, ckv_cache.shape[0]) or max_seqlen_q <= 0:
-        lse = q_nope.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32)
-        return torch.zeros_like(q_nope), lse
+        return _math.nothing_seen(q_nope, rank, return_lse)
     batch = single_queries.expand(
         block_table, seq_lens, cu_seqlens_q, max_seqlen_q, num_tokens, ckv_cache.shape[1], causal
     )

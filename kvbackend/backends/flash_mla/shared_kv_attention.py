@@ -35,7 +35,7 @@ def run(
 ):  # fmt: skip
     num_tokens, dim = q.shape[0], q.shape[2]
     if num_tokens == 0 or seq_lens.shape[0] == 0 or max_seqlen_q <= 0:
-        return sees_nothing(q, return_lse)
+        return _math.nothing_seen(q, dim, return_lse)
     sequence, own = _math.query_positions(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens)
     scopes = []  # pages and their slots: a pool without blocks gives none
     if 0 not in (window_table.shape[1], window_cache.shape[0]):
@@ -52,7 +52,7 @@ def run(
         if topk_indices.shape[1] > 0:
             scopes.append((pages, sparse.slots_of(topk_indices, visible, block_table[sequence], pages.shape[1])))
     if not scopes:
-        return sees_nothing(q, return_lse)
+        return _math.nothing_seen(q, dim, return_lse)
     out, lse = sparse.decode(q, scopes, softmax_scale, sinks)
     out, lse = sparse.cleaned(out, lse, return_lse)
     if cos_sin is not None:
@@ -60,11 +60,6 @@ def run(
         turned = _math.rotate_at(out[..., plain:], own, cos_sin, interleaved=True, inverse=True)
         out = torch.cat((out[..., :plain], turned), -1)
     return out, lse
-
-
-def sees_nothing(q, return_lse):
-    lse = q.new_full(q.shape[:2] if return_lse else (0,), -torch.inf, dtype=torch.float32)
-    return torch.zeros_like(q), lse
 
 
 def records(pages):

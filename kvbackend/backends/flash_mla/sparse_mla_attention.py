@@ -40,8 +40,7 @@ def run(
 ):  # fmt: skip
     num_tokens, num_heads, rank = q_nope.shape
     if 0 in (num_tokens, *block_table.shape, ckv_cache.shape[0]) or max_seqlen_q <= 0:
-        lse = q_nope.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32)
-        return torch.zeros_like(q_nope), lse
+        return _math.nothing_seen(q_nope, rank, return_lse)
     rows = _pages.block_size_of(ckv_cache, kv_format, block_size)
     sequence, own = _math.query_positions(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens)
     last = own if causal else torch.where(own >= 0, seq_lens[sequence].long() - 1, -1)

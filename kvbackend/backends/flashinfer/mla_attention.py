@@ -2,7 +2,7 @@
 
 import torch
 
-from ...ops import registry
+from ...ops import _math, registry
 from .. import latent, single_queries
 from . import conventions, planned
 from .vendor import MLA_DECODE, MLA_PREFILL
@@ -37,8 +37,7 @@ def run(
     num_tokens, block_size = q_nope.shape[0], ckv_cache.shape[1]
     batch = block_table, seq_lens, cu_seqlens_q, max_seqlen_q, num_tokens, block_size, causal
     if 0 in (num_tokens, *block_table.shape, ckv_cache.shape[0]) or max_seqlen_q <= 0:
-        lse = q_nope.new_full(q_nope.shape[:2] if return_lse else (0,), -torch.inf, dtype=torch.float32)
-        return torch.zeros_like(q_nope), lse
+        return _math.nothing_seen(q_nope, q_nope.shape[2], return_lse)
     if num_tokens <= single_queries.MOST * seq_lens.shape[0]:
         return decode(q_nope, q_pe, ckv_cache, kpe_cache, single_queries.expand(*batch), softmax_scale)
     plan = planned.read(op.name, *batch)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...ops import registry
+from ...ops import _math, registry
 from .. import nvidia, single_queries
 from . import conventions, planned
 from .vendor import DECODE, PREFILL
@@ -60,8 +60,7 @@ def run(
 ):  # fmt: skip
     batch = q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, softmax_scale, causal
     if 0 in (q.shape[0], *block_table.shape, key_cache.shape[0]) or max_seqlen_q <= 0:
-        lse = q.new_full(q.shape[:2] if return_lse else (0,), -torch.inf, dtype=torch.float32)
-        return q.new_zeros(*q.shape[:2], value_cache.shape[3]), lse
+        return _math.nothing_seen(q, value_cache.shape[3], return_lse)
     if q.shape[0] <= single_queries.MOST * seq_lens.shape[0]:
         return decode(*batch, sinks, return_lse)
     return prefill(*batch, window, softcap, return_lse)

@@ -32,13 +32,10 @@ class Batch:
 
     def results(self, out: Tensor, lse: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """out [used, H, Dv] and lse [used, H], or empty, as the op returns them for num_tokens rows."""
-        past = num_tokens - self.num_tokens  # rows of no sequence
-        out = out.masked_fill(self.empty[:, None, None], 0)
-        out = torch.cat((out, out.new_zeros(past, *out.shape[1:])))
-        if lse.numel():
-            lse = lse.masked_fill(self.empty[:, None], -torch.inf)
-            lse = torch.cat((lse, lse.new_full((past, lse.shape[1]), -torch.inf)))
-        return out, lse
+        out, lse = _math.blank(out, lse, self.empty)
+        past = out.new_empty(num_tokens - self.num_tokens, *out.shape[1:])  # rows of no sequence
+        nothing, no_lse = _math.nothing_seen(past, out.shape[2], lse.numel() > 0)
+        return torch.cat((out, nothing)), torch.cat((lse, no_lse))
 
 
 def read(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops import _math
 from .host_lengths import Batch
 
 CAUSAL = 3  # sparse_mode "rightDownCausal": queries are the last tokens of their sequences
@@ -48,6 +49,5 @@ def attend(
     lse = lse[..., 0] if return_lse else q.new_empty(0, dtype=torch.float32)  # [T, H, 1]
     if used == num_tokens:
         return out, lse
-    past = num_tokens - used  # rows of no sequence
-    out = torch.cat((out, out.new_zeros(past, *out.shape[1:])))
-    return out, torch.cat((lse, lse.new_full((past, num_heads), -torch.inf))) if return_lse else lse
+    nothing, no_lse = _math.nothing_seen(q[used:], out.shape[2], return_lse)  # rows of no sequence
+    return torch.cat((out, nothing)), torch.cat((lse, no_lse))
