@@ -1,7 +1,9 @@
-"""The attention that queries pay to each key, added up: first each query's lse, then, key by key, the sum over queries.
+"""The attention that queries pay to each key, added up: first each query's denominator, then each key's sum.
 
-A key's sum is made by one program, in the order of the queries, so no atomic additions are needed. As in attention.py,
-the keys of sequences with few counted queries are split, and join_lse joins the lse of the parts.
+A denominator is two numbers, its largest logit and the sum of exp(logit - largest): their one logarithm would lose the
+digits that large logits take. A key's sum is made by one program, in the order of the queries, so no atomic additions
+are needed. As in attention.py, the keys of sequences with few counted queries are split, and join_parts joins the
+denominators of the parts.
 """
 
 import triton
@@ -78,21 +80,24 @@ def logits_of(
 
 
 @triton.jit
-def log_add(a, b):
-    """log(exp(a) + exp(b)); of two -inf -inf."""
-    largest = tl.maximum(a, b)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.exp(a - base) + tl.exp(b - base)
-    return tl.where(total == 0.0, float("-inf"), base + tl.log(tl.where(total == 0.0, 1.0, total)))
+def store_denominator(at, exists, largest, total, sinks, head, SINKS: tl.constexpr):
+    """The pair at `at`, with the sinks."""
+    if SINKS:
+        sink = tl.load(sinks + head, mask=exists, other=0.0).to(tl.float32)
+        new = tl.maximum(largest, sink)
+        total = total * tl.exp(largest - new) + tl.exp(sink - new)
+        largest = new
+    tl.store(at, largest, mask=exists)
+    tl.store(at + 1, total, mask=exists)
 
 
 @triton.jit
-def query_lse(
+def find_denominators(
     q, q_t, q_h, q_d,
     k, k_b, k_s, k_h, k_d, k_scales, k_scale_b, k_scale_s, k_scale_h, k_scale_d, k_scale_part, k_scale_tokens, k_number,
     block_table, table_b, table_column, seq_lens, cu_seqlens_q, positions, position_b, position_s,
-    bias, bias_b, bias_s, bias_h, lse, num_heads, group, dim, block_size, softmax_scale, softcap, window, last_queries,
-    tiles, part_lse, sinks, decode_queries,
+    bias, bias_b, bias_s, bias_h, denominators, num_heads, group, dim, block_size, softmax_scale, softcap, window,
+    last_queries, tiles, parts, sinks, decode_queries,
     CODE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MIN_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     POSITIONS: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, DOT: tl.constexpr, HEADS: tl.constexpr,
@@ -100,8 +105,8 @@ def query_lse(
 ):  # fmt: skip
     """Program: (tile of the counted queries of a sequence, tile of heads, split).
 
-    lse        [T, H], with the sinks; written where not SPLIT
-    part_lse   [sequence, split, counted query, head], without; written where SPLIT
+    denominators   [T, H, 2], with the sinks; written where not SPLIT
+    parts          [sequence, split, counted query, head, 2], without; written where SPLIT
     """
     QUERIES: tl.constexpr = BLOCK_M // HEADS
     sequence = tl.program_id(0) // tiles
@@ -147,24 +152,22 @@ def query_lse(
             new = tl.maximum(largest, tl.max(logits, axis=1))
             total = total * tl.exp(largest - new) + tl.sum(tl.exp(logits - new[:, None]), axis=1)
             largest = new
-        found_lse = tl.where(total == 0.0, float("-inf"), largest + tl.log(tl.where(total == 0.0, 1.0, total)))
         if SPLIT:
             part = (sequence.to(tl.int64) * tl.num_programs(2) + tl.program_id(2)) * decode_queries
             part += query - (num_queries - counted)
-            tl.store(part_lse + part * num_heads + head, found_lse, mask=sees)
+            store_denominator(parts + 2 * (part * num_heads + head), sees, largest, total, sinks, head, False)
         else:
-            if SINKS:
-                found_lse = log_add(found_lse, tl.load(sinks + head, mask=sees, other=0.0).to(tl.float32))
-            tl.store(lse + (start + query).to(tl.int64) * num_heads + head, found_lse, mask=sees)
+            at = denominators + 2 * ((start + query).to(tl.int64) * num_heads + head)
+            store_denominator(at, sees, largest, total, sinks, head, SINKS)
 
 
 @triton.jit
-def join_lse(
-    part_lse, lse, sinks, seq_lens, cu_seqlens_q, num_heads, num_splits, last_queries, decode_queries,
+def join_parts(
+    parts, denominators, sinks, seq_lens, cu_seqlens_q, num_heads, num_splits, last_queries, decode_queries,
     MAX_SPLITS: tl.constexpr, MIN_TOKENS: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """lse [T, H], with the sinks, of what query_lse split. Program: (sequence, counted query, tile of heads)."""
+    """Denominators of what find_denominators split. Program: (sequence, counted query, tile of heads)."""
     sequence, i = tl.program_id(0), tl.program_id(1)
     end = tl.load(cu_seqlens_q + sequence + 1)
     counted = tl.minimum(end - tl.load(cu_seqlens_q + sequence), last_queries)
@@ -173,15 +176,14 @@ def join_lse(
         used = tl.cdiv(length, split_tokens(length, MAX_SPLITS, MIN_TOKENS))
         s, head = tl.arange(0, SPLITS), tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
         part = (sequence.to(tl.int64) * num_splits + s) * decode_queries + i
-        at = part_lse + (part * num_heads)[:, None] + head[None, :]
-        parts = tl.load(at, mask=(s < used)[:, None] & (head < num_heads)[None, :], other=float("-inf"))
-        largest = tl.max(parts, axis=0)
-        base = tl.where(largest == float("-inf"), 0.0, largest)
-        total = tl.sum(tl.exp(parts - base[None, :]), axis=0)
-        joined = tl.where(total == 0.0, float("-inf"), base + tl.log(tl.where(total == 0.0, 1.0, total)))
-        if SINKS:
-            joined = log_add(joined, tl.load(sinks + head, mask=head < num_heads, other=0.0).to(tl.float32))
-        tl.store(lse + (end - counted + i).to(tl.int64) * num_heads + head, joined, mask=head < num_heads)
+        part_at = parts + 2 * ((part * num_heads)[:, None] + head[None, :])
+        there = (s < used)[:, None] & (head < num_heads)[None, :]
+        part_largest = tl.load(part_at, mask=there, other=-1e30)
+        largest = tl.max(part_largest, axis=0)
+        part_total = tl.load(part_at + 1, mask=there, other=0.0)
+        total = tl.sum(part_total * tl.exp(part_largest - largest[None, :]), axis=0)
+        at = denominators + 2 * ((end - counted + i).to(tl.int64) * num_heads + head)
+        store_denominator(at, head < num_heads, largest, total, sinks, head, SINKS)
 
 
 @triton.jit
@@ -189,8 +191,8 @@ def add_mass(
     q, q_t, q_h, q_d,
     k, k_b, k_s, k_h, k_d, k_scales, k_scale_b, k_scale_s, k_scale_h, k_scale_d, k_scale_part, k_scale_tokens, k_number,
     block_table, table_b, table_column, seq_lens, cu_seqlens_q, positions, position_b, position_s,
-    bias, bias_b, bias_s, bias_h, lse, num_heads, group, dim, block_size, softmax_scale, softcap, window, last_queries,
-    tiles, scores, score_b, score_s, score_h, num_columns,
+    bias, bias_b, bias_s, bias_h, denominators, num_heads, group, dim, block_size, softmax_scale, softcap, window,
+    last_queries, tiles, scores, score_b, score_s, score_h, num_columns,
     CODE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, POSITIONS: tl.constexpr, BIAS: tl.constexpr, PAGED: tl.constexpr, DOT: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -229,13 +231,14 @@ def add_mass(
                     table_column, block_size, positions, position_b, position_s,
                     POSITIONS, DOT, HEADS, BLOCK_M, BLOCK_D,
                 )  # fmt: skip
-                at = lse + (start + query).to(tl.int64) * num_heads + head
-                denominator = tl.load(at, mask=sees, other=0.0)
                 logits = logits_of(
                     rows, sees, position, keys, found, key_position, added, softmax_scale, softcap, window, SOFTCAP,
                     WINDOW,
                 )  # fmt: skip
-                weights = tl.where(logits == float("-inf"), 0.0, tl.exp(logits - denominator[:, None]))
+                at = denominators + 2 * ((start + query).to(tl.int64) * num_heads + head)
+                largest, total = tl.load(at, mask=sees, other=0.0), tl.load(at + 1, mask=sees, other=1.0)
+                weights = tl.exp(logits - largest[:, None]) * (1.0 / total)[:, None]
+                weights = tl.where(logits == float("-inf"), 0.0, weights)
                 mass += tl.sum(weights, axis=0)
         if PAGED:
             target = scores + block * score_b + offset * score_s + kv_head * score_h

@@ -43,6 +43,37 @@ def online_softmax(logits, values, largest, total, sums, DOT: tl.constexpr):
 
 
 @triton.jit
+def store_result(
+    largest, total, sums, exists, sequence, query, token, head, sinks, out, lse, part_out, part_lse, num_heads,
+    value_dim, decode_queries,
+    SPLIT: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """What online_softmax found for rows that exist [M] of queries and heads: the end of every attention kernel.
+
+    out, lse               dense [T, H, value_dim] and [T, H], written where not SPLIT
+    part_out, part_lse     [sequence, split, query of the sequence, head(, value_dim)], written where SPLIT
+    """
+    some = tl.where(total == 0.0, 1.0, total)
+    result = sums / some[:, None]
+    row_lse = tl.where(total == 0.0, float("-inf"), largest + tl.log(some))
+    c = tl.arange(0, BLOCK_V)
+    written = exists[:, None] & (c < value_dim)[None, :]
+    if SPLIT:
+        part = (sequence.to(tl.int64) * tl.num_programs(2) + tl.program_id(2)) * decode_queries + query
+        part = part * num_heads + head
+        tl.store(part_out + part[:, None] * value_dim + c[None, :], result, mask=written)
+        tl.store(part_lse + part, row_lse, mask=exists)
+    else:
+        if SINKS:
+            sink = tl.load(sinks + head, mask=exists, other=0.0).to(tl.float32)
+            result = with_sinks(result, row_lse, sink)
+        at = token * num_heads + head
+        tl.store(out + at[:, None] * value_dim + c[None, :], cast(result, out.dtype.element_ty), mask=written)
+        if LSE:
+            tl.store(lse + at, row_lse, mask=exists)
+
+
+@triton.jit
 def attention(
     q, q_t, q_h, q_d, q_pe, q_pe_t, q_pe_h, q_pe_d,
     k, k_b, k_s, k_h, k_d, k_scales, k_scale_b, k_scale_s, k_scale_h, k_scale_d, k_scale_part, k_scale_tokens, k_number,
@@ -59,11 +90,9 @@ def attention(
     SINKS: tl.constexpr, LSE: tl.constexpr, DOT: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_PE: tl.constexpr,
 ):  # fmt: skip
-    """Program: (sequence or tile of queries, tile of heads, split).
+    """Program: (sequence or tile of queries, tile of heads, split). Outputs as in store_result.
 
     LATENT   MLA: the value is the key's first part, k; the second part, k_pe, has a query part of its own
-    out, lse               dense [T, H, value_dim] and [T, H], written where not SPLIT
-    part_out, part_lse     [sequence, split, query of the sequence, head(, value_dim)], written where SPLIT
     """
     QUERIES: tl.constexpr = BLOCK_M // HEADS
     if SPLIT:
@@ -160,24 +189,10 @@ def attention(
                 )  # fmt: skip
                 largest, total, sums = online_softmax(logits, values, largest, total, sums, DOT)
 
-        some = tl.where(total == 0.0, 1.0, total)
-        result = sums / some[:, None]
-        row_lse = tl.where(total == 0.0, float("-inf"), largest + tl.log(some))
-        c = tl.arange(0, BLOCK_V)
-        written = row_exists[:, None] & (c < value_dim)[None, :]
-        if SPLIT:
-            part = (sequence.to(tl.int64) * tl.num_programs(2) + tl.program_id(2)) * decode_queries + query
-            part = part * num_heads + head
-            tl.store(part_out + part[:, None] * value_dim + c[None, :], result, mask=written)
-            tl.store(part_lse + part, row_lse, mask=row_exists)
-        else:
-            if SINKS:
-                sink = tl.load(sinks + head, mask=row_exists, other=0.0).to(tl.float32)
-                result = with_sinks(result, row_lse, sink)
-            at = token * num_heads + head
-            tl.store(out + at[:, None] * value_dim + c[None, :], cast(result, out.dtype.element_ty), mask=written)
-            if LSE:
-                tl.store(lse + at, row_lse, mask=row_exists)
+        store_result(
+            largest, total, sums, row_exists, sequence, query, token, head, sinks, out, lse, part_out, part_lse,
+            num_heads, value_dim, decode_queries, SPLIT, SINKS, LSE, BLOCK_V,
+        )  # fmt: skip
 
 
 @triton.jit

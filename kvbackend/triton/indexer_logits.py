@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .pages import find_pages, load_rows, sequence_of
+from .pages import find_pages, load_rows, query_of
 
 
 @triton.jit
@@ -33,9 +33,7 @@ def indexer_logits(
     which -1 pads. Program: (token, tile of columns), all heads, HEADS at a time.
     """
     token = first_token + tl.program_id(0)
-    sequence = sequence_of(token, cu_seqlens_q, num_seqs, 1, 0)
-    own = tl.load(seq_lens + sequence) - (tl.load(cu_seqlens_q + sequence + 1) - token)
-    own = tl.where(token < tl.load(cu_seqlens_q + num_seqs), tl.maximum(own, -1), -1)
+    sequence, own = query_of(token, seq_lens, cu_seqlens_q, num_seqs)
     visible = tl.minimum((own + 1) // compress_ratio, tl.load(seq_lens + sequence) // compress_ratio)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     j = column_keys(
@@ -59,7 +57,7 @@ def indexer_logits(
             queries = tl.load(q_at, mask=there[:, None] & (d < dim)[None, :], other=0.0).to(DOT)
             weight = tl.load(weights + row * weight_t + head * weight_h, mask=there, other=0.0).to(tl.float32)
             score = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-            score = tl.where(score < 0.0, 0.0, score)  # not maximum: NaN stays
+            score = tl.where(there[:, None] & ((score >= 0.0) | (score != score)), score, 0.0)  # 0 * inf is NaN, too
             total += tl.sum(score * weight[:, None], axis=0)
     at = out + tl.program_id(0).to(tl.int64) * out_t + n
     tl.store(at, tl.where(found, total, float("-inf")), mask=n < columns)

@@ -37,9 +37,10 @@ def norm_and_rope(
     own = tl.load(row + rank + e, mask=there, other=0.0).to(tl.float32)
     other = tl.load(row + rank + partner, mask=there, other=0.0).to(tl.float32)
     angle = table + position * table_p + pair * table_d
-    cos = tl.load(angle, mask=turns, other=1.0).to(tl.float32)
+    cos = tl.load(angle, mask=turns, other=0.0).to(tl.float32)
     sin = tl.load(angle + half * table_d, mask=turns, other=0.0).to(tl.float32)
-    rotary = cast(own * cos + other * tl.where(second, sin, -sin), kpe.dtype.element_ty)
+    turned = tl.where(turns, own * cos + other * tl.where(second, sin, -sin), own)  # 0 times an infinite other is NaN
+    rotary = cast(turned, kpe.dtype.element_ty)
     tl.store(kpe + token * (2 * half) + e, rotary, mask=there)
 
     if CACHED:

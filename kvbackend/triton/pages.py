@@ -25,6 +25,14 @@ def sequence_of(index, starts, count, BLOCK: tl.constexpr, SEQUENCE: tl.constexp
 
 
 @triton.jit
+def query_of(token, seq_lens, cu_seqlens_q, num_seqs):
+    """The sequence of a row of q, and its index within it; -1 where it has none."""
+    sequence = sequence_of(token, cu_seqlens_q, num_seqs, 1, 0)
+    own = tl.load(seq_lens + sequence) - (tl.load(cu_seqlens_q + sequence + 1) - token)
+    return sequence, tl.where(token < tl.load(cu_seqlens_q + num_seqs), tl.maximum(own, -1), -1)
+
+
+@triton.jit
 def find_pages(table, table_column, position, inside, block_size):
     """Block [N] int64 and row in it [N] of positions [N], and which are in a block; `table` is the sequence's row."""
     column = tl.where(inside, position // block_size, 0)

@@ -8,9 +8,7 @@ import triton
 import triton.language as tl
 
 from .apply_rope import turn_pairs
-from .attention import online_softmax, split_tokens
-from .codecs import cast
-from .merge_attn_states import with_sinks
+from .attention import online_softmax, split_tokens, store_result
 from .pages import find_pages, load_rows, sequence_of
 
 
@@ -48,10 +46,10 @@ def shared_kv_attention(
     CHOSEN: tl.constexpr, SINKS: tl.constexpr, TURNS: tl.constexpr, LSE: tl.constexpr, DOT: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program: (query of a short sequence or token, tile of heads, split). Outputs as in attention.attention.
+    """Program: (query of a short sequence or token, tile of heads, split). Outputs as in attention.store_result.
 
     Of a split sequence, split 0 is the window, and split s of the others has its (s - 1)th stretch of entries.
-    A part is turned back before the parts are joined, which is linear.
+    What is summed is turned back before it is divided and the parts are joined: all of that is linear.
     """
     if SPLIT:
         sequence, query = tl.program_id(0) // decode_queries, tl.program_id(0) % decode_queries
@@ -128,23 +126,10 @@ def shared_kv_attention(
                 logits = tl.where(found[None, :], logits, float("-inf"))
                 largest, total, sums = online_softmax(logits, keys, largest, total, sums, DOT)
 
-        some = tl.where(total == 0.0, 1.0, total)
-        result = sums / some[:, None]
-        row_lse = tl.where(total == 0.0, float("-inf"), largest + tl.log(some))
         if TURNS:
             position = tl.zeros((HEADS,), tl.int32) + own
-            result = turn_pairs(result, position, cos_sin, cos_p, cos_d, dim - 2 * half, half, True, HEADS, BLOCK_D)
-        written_out = head_exists[:, None] & (d < dim)[None, :]
-        if SPLIT:
-            part = (sequence.to(tl.int64) * tl.num_programs(2) + tl.program_id(2)) * decode_queries + query
-            part = part * num_heads + head
-            tl.store(part_out + part[:, None] * dim + d[None, :], result, mask=written_out)
-            tl.store(part_lse + part, row_lse, mask=head_exists)
-        else:
-            if SINKS:
-                sink = tl.load(sinks + head, mask=head_exists, other=0.0).to(tl.float32)
-                result = with_sinks(result, row_lse, sink)
-            at = token * num_heads + head
-            tl.store(out + at[:, None] * dim + d[None, :], cast(result, out.dtype.element_ty), mask=written_out)
-            if LSE:
-                tl.store(lse + at, row_lse, mask=head_exists)
+            sums = turn_pairs(sums, position, cos_sin, cos_p, cos_d, dim - 2 * half, half, True, HEADS, BLOCK_D)
+        store_result(
+            largest, total, sums, head_exists, sequence, query, token, head, sinks, out, lse, part_out, part_lse,
+            num_heads, dim, decode_queries, SPLIT, SINKS, LSE, BLOCK_D,
+        )  # fmt: skip

@@ -7,8 +7,7 @@ few queries are split, here over their choices, and joined by merge_splits.
 import triton
 import triton.language as tl
 
-from .attention import online_softmax
-from .codecs import cast
+from .attention import online_softmax, store_result
 from .pages import find_pages, load_rows, sequence_of
 
 
@@ -23,7 +22,7 @@ def sparse_mla_attention(
     SPLIT: tl.constexpr, SPLIT_TOKENS: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr, DOT: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PE: tl.constexpr,
 ):  # fmt: skip
-    """Program: (query of a short sequence or token, tile of heads, split). Outputs as in attention.attention."""
+    """Program: (query of a short sequence or token, tile of heads, split). Outputs as in attention.store_result."""
     if SPLIT:
         sequence, query = tl.program_id(0) // decode_queries, tl.program_id(0) % decode_queries
     else:
@@ -69,17 +68,7 @@ def sparse_mla_attention(
             logits = tl.dot(pe_rows, tl.trans(rotary), logits, input_precision="ieee") * softmax_scale
             logits = tl.where(found[None, :], logits, float("-inf"))
             largest, total, sums = online_softmax(logits, keys, largest, total, sums, DOT)
-        some = tl.where(total == 0.0, 1.0, total)
-        result = sums / some[:, None]
-        row_lse = tl.where(total == 0.0, float("-inf"), largest + tl.log(some))
-        written = head_exists[:, None] & (d < dim)[None, :]
-        if SPLIT:
-            part = (sequence.to(tl.int64) * tl.num_programs(2) + tl.program_id(2)) * decode_queries + query
-            part = part * num_heads + head
-            tl.store(part_out + part[:, None] * dim + d[None, :], result, mask=written)
-            tl.store(part_lse + part, row_lse, mask=head_exists)
-        else:
-            at = token * num_heads + head
-            tl.store(out + at[:, None] * dim + d[None, :], cast(result, out.dtype.element_ty), mask=written)
-            if LSE:
-                tl.store(lse + at, row_lse, mask=head_exists)
+        store_result(
+            largest, total, sums, head_exists, sequence, query, token, head, lse, out, lse, part_out, part_lse,
+            num_heads, dim, decode_queries, SPLIT, False, LSE, BLOCK_D,
+        )  # fmt: skip

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 from kvbackend import backends
-from kvbackend.backends.cuda_triton import launching
+from kvbackend.backends.cuda_triton import launching, resources
 from kvbackend.ops import registry
 
 from . import shapes
@@ -143,8 +143,10 @@ def faults(launch: Launch, capability: int, found: Resources) -> Iterator[str]:
     if found.shared > SHARED_LIMIT[capability]:
         yield f"takes {found.shared} bytes of shared memory; a block may have {SHARED_LIMIT[capability]}"
     if capability == 90 and "DOT" in dict(launch.constants):
-        if not re.search(r"\b(HMMA|HGMMA|IMMA)\b", found.sass):
-            yield "has no tensor-core instruction"
+        constants = dict(launch.constants)
+        wanted = "HGMMA" if constants.get("BLOCK_M", 0) >= 64 else "HG?MMA"  # a warp group needs 64 rows
+        if not re.search(rf"\b{wanted}\b", found.sass):
+            yield f"has no {wanted}"
         if not re.search(r"\b(LDG|LDGSTS|UTMALDG)\S*\.128\b", found.sass):
             yield "has no 16-byte load"
 
@@ -152,11 +154,16 @@ def faults(launch: Launch, capability: int, found: Resources) -> Iterator[str]:
 def _built(job: tuple[str, str, int, int]) -> tuple[Any, ...]:
     """Compile one launch of a call for one target; in a process of its own, so named by its place."""
     op_name, case, place, capability = job
-    calls = [*shapes.FULL.calls(), *shapes.FULL.every_format()]
-    example = next(args for op, name, args in calls if (op, name) == (op_name, case))
+    example = next(args for op, name, args in (*hot(), *shapes.FULL.every_format()) if (op, name) == (op_name, case))
     launch = launches(op_name, **example)[place]
     found = build(launch, capability)
     return job, found.registers, found.shared, tuple(faults(launch, capability, found))
+
+
+def hot() -> Iterator[shapes.Call]:
+    """The calls that are compiled for every target."""
+    yield from shapes.FULL.calls()
+    yield "swap_blocks", "2 blocks", shapes.FULL.swapping()  # not captured in a graph, so not among those
 
 
 def _unique(calls: Iterable[shapes.Call]) -> dict[Launch, tuple[str, str, int]]:
@@ -168,12 +175,27 @@ def _unique(calls: Iterable[shapes.Call]) -> dict[Launch, tuple[str, str, int]]:
     return found
 
 
+def by_op(calls: Iterable[shapes.Call]) -> dict[str, set[Launch]]:
+    """What the calls of each op launch, also where another op does, too."""
+    found: dict[str, set[Launch]] = {}
+    for op_name, _, example in calls:
+        found.setdefault(op_name, set()).update(launches(op_name, **example))
+    return {op_name: made for op_name, made in found.items() if made}
+
+
+def module(most: dict[str, tuple[int, int]]) -> str:
+    """The text of backends/cuda_triton/resources.py."""
+    head, mark, _ = Path(resources.__file__).read_text().partition(" = {\n")
+    rows = (f'    "{op}": ({registers}, {shared / 1024:.0f}),\n' for op, (registers, shared) in sorted(most.items()))
+    return head + mark + "".join(rows) + "}\n"
+
+
 def main(arguments: list[str]) -> int:
-    """Compile hot calls for every target and every format for sm_90; compare the table with the page's, or write it."""
+    """Compile hot calls for every target and every format for sm_90; compare what is written of them, or write it."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    rows = _unique(shapes.FULL.calls())
+    rows = _unique(hot())
     others = {launch: where for launch, where in _unique(shapes.FULL.every_format()).items() if launch not in rows}
     jobs = [(*where, capability) for where in rows.values() for capability in SHARED_LIMIT]
     jobs += [(*where, 90) for where in others.values()]
@@ -187,18 +209,23 @@ def main(arguments: list[str]) -> int:
         for fault in found
         if not (job in rare and fault.startswith("spills"))
     ]
+    most = {}
+    for op, made in by_op(hot()).items():
+        taken = [built[(*rows[launch], capability)] for launch in made for capability in SHARED_LIMIT]
+        most[op] = max(registers for registers, _, _ in taken), max(shared for _, shared, _ in taken)
     lines = ["| op | first call that launches it | kernel |" + "".join(f" sm_{c} |" for c in SHARED_LIMIT)]
     lines.append("|---" * (3 + len(SHARED_LIMIT)) + "|")
     for launch, where in rows.items():
         cells = (built[(*where, capability)] for capability in SHARED_LIMIT)
         numbers = "".join(f" {registers} / {shared / 1024:.0f} |" for registers, shared, _ in cells)
         lines.append(f"| `{where[0]}` | {where[1]} | `{launch.name}` |{numbers}")
-    head, mark, old = PAGE.read_text().partition(MARK)
-    new = "\n" + "\n".join(lines) + "\n"
-    if "--write" in arguments:
-        PAGE.write_text(head + mark + new)
-    elif old != new:
-        wrong.append(f"the table of {PAGE.name} is not of this code: run ci/cuda_compile.sh --write")
+    head, mark, _ = PAGE.read_text().partition(MARK)
+    made = {PAGE: head + mark + "\n" + "\n".join(lines) + "\n", Path(resources.__file__): module(most)}
+    for path, text in made.items():
+        if "--write" in arguments:
+            path.write_text(text)
+        elif path.read_text() != text:
+            wrong.append(f"{path.name} is not of this code: run ci/cuda_compile.sh --write")
     print(f"triton {triton.__version__}: {len(rows)} kernels for {len(SHARED_LIMIT)} targets, {len(others)} for sm_90")
     print("\n".join(faulty))
     for line in wrong:

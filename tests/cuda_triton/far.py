@@ -63,6 +63,14 @@ def verdicts() -> dict[str, str | None]:
     keys, latents = pool(2, 16), pool(40)
     q = torch.randn(6, 4, 16).bfloat16()
     found["paged_attention"] = apart("paged_attention", q=q, key_cache=keys, value_cache=keys, **batch())
+    choices = dict(topk_indices=torch.randint(0, 29, (6, 2, 9)), page_size=4, num_sinks=2, num_recent=3)
+    found["sparse_attention"] = apart(
+        "sparse_attention", q=q, key_cache=keys, value_cache=keys, **batch(), **choices
+    )  # fmt: skip
+    unscaled = {name: value for name, value in batch().items() if name != "softmax_scale"}
+    pages = torch.arange(7).expand(6, 2, 7)
+    found["token_logits"] = apart("token_logits", q=q, key_cache=keys, pages=pages, page_size=4, **unscaled)
+    found["page_logits"] = apart("page_logits", q=q, low_cache=keys, high_cache=keys, page_size=1, **unscaled)
     parts = dict(ckv_cache=latents[..., :32], kpe_cache=latents[..., 32:])
     queries = dict(q_nope=torch.randn(6, 3, 32).bfloat16(), q_pe=torch.randn(6, 3, 8).bfloat16())
     found["mla_attention"] = apart("mla_attention", **queries, **parts, **batch())
@@ -79,8 +87,7 @@ def verdicts() -> dict[str, str | None]:
     far.copy_(near)
     want, got = (run("compress_kv", state=state, **compressed)[0] for state in (near, far))
     found["compress_kv"] = same(got, want) or same(far, near)
-    index = dict(q=q, weights=torch.randn(6, 3), key_cache=latents, **batch())
-    del index["softmax_scale"]
+    index = dict(q=q, weights=torch.randn(6, 3), key_cache=latents, **unscaled)
     found["indexer_logits"] = apart("indexer_logits", **index)
     found["lightning_indexer"] = apart("lightning_indexer", k=5, **index)
     scored = dict(q=torch.randn(6, 4, 16).bfloat16(), key_cache=keys, **batch())

@@ -230,7 +230,7 @@ def materialize(call: dict[str, Any], device: str) -> dict[str, Any]:
 
 def drawn(call: dict[str, Any], device: str, generator: torch.Generator) -> dict[str, Any]:
     """Full sequences over shuffled blocks, queries at their ends, codes that are finite."""
-    names = ("key_cache", "ckv_cache", "compressed_cache", "cache")
+    names = ("key_cache", "ckv_cache", "compressed_cache", "low_cache", "cache")
     cache = next((call[key] for key in names if call.get(key) is not None), None)
     made: dict[str, Any] = dict(call)
     pools: dict[int, Tensor] = {}
@@ -254,9 +254,11 @@ def drawn(call: dict[str, Any], device: str, generator: torch.Generator) -> dict
             value = (torch.arange(meta.shape[-1]) * 2).expand(meta.shape)
         elif name == "slot_mapping":
             value = torch.randperm(rows_of(call, cache), generator=generator)[: len(meta)]
-        elif name == "topk_indices":
+        elif name in ("topk_indices", "pages"):  # stretches of one permutation
             longest = rows_of(call, cache) // call["seq_lens"].shape[0]
-            value = torch.stack([torch.randperm(longest, generator=generator)[: meta.shape[1]] for _ in meta])
+            longest //= call["page_size"] if name == "pages" else 1
+            starts = torch.randint(longest, (*meta.shape[:-1], 1), generator=generator)
+            value = torch.randperm(longest, generator=generator)[(starts + torch.arange(meta.shape[-1])) % longest]
         elif name == "block_mapping":
             value = torch.tensor([[0, 1], [2, 3]])
         elif name == "positions":
@@ -283,7 +285,7 @@ def length_of(call: dict[str, Any], cache: Tensor | None) -> int:
         return int(call["scores"].shape[2])
     num_seqs, blocks = call["block_table"].shape
     rows = blocks * call["block_size"] if cache is None else rows_of(call, cache) // num_seqs
-    return int(rows * call.get("compress_ratio", 1))
+    return int(rows * call.get("compress_ratio", 1) * (call["page_size"] if "low_cache" in call else 1))
 
 
 def rows_of(call: dict[str, Any], cache: Tensor) -> int:
@@ -307,6 +309,8 @@ def traffic(name: str, args: dict[str, Any]) -> float:
         cache = next(args[key] for key in pools)
         share = len(args["slot_mapping"]) / rows_of(args, cache)
         return other + share * sum(pools.values())
+    if name in ("sparse_attention", "token_logits"):
+        return other + args["q"].shape[0] * looked_at(args) / rows_of(args, args["key_cache"]) * sum(pools.values())
     if "topk_indices" in args:
         chosen_of = "ckv_cache" if name == "sparse_mla_attention" else "compressed_cache"
         share = args["topk_indices"].numel() / rows_of(args, args[chosen_of])
@@ -317,6 +321,13 @@ def traffic(name: str, args: dict[str, Any]) -> float:
     if name == "gather_cache":
         return other + sum(pools.values()) + 2 * args["num_tokens"] * args["cache"][0, 0].numel()
     return other + sum(pools.values())
+
+
+def looked_at(args: dict[str, Any]) -> int:
+    """Tokens of each kv head that a query reads, where they are chosen."""
+    if "pages" in args:
+        return int(args["pages"].shape[2] * args["page_size"])
+    return int(args["topk_indices"].shape[2] + args["num_sinks"] + args["num_recent"])
 
 
 def flops(name: str, args: dict[str, Any]) -> float:
@@ -331,6 +342,8 @@ def flops(name: str, args: dict[str, Any]) -> float:
         return 2 * seen * args["q_nope"].shape[1] * (2 * 512 + 64)
     if name == "sparse_mla_attention":
         return 2 * args["topk_indices"].numel() * args["q_nope"].shape[1] * (2 * 512 + 64)
+    if name == "sparse_attention":
+        return 4 * looked_at(args) * args["q"].numel()
     if name == "mla_project_kv":
         return 2 * args["hidden"].shape[0] * args["w_kva"].numel()
     if name == "indexer_logits":

@@ -26,6 +26,7 @@ from kvbackend.backends.cuda_triton import (
     compact_cache,
     scoring,
     shared_kv_attention,
+    sparse_attention,
     sparse_mla_attention,
 )
 from kvbackend.matrix import DTYPES, TOLERANCES, copy_arguments, difference, flat_results, in_float64
@@ -76,6 +77,7 @@ SMALL = (
     (attending, "MIN_TOKENS", 8),
     (accumulate_scores, "MIN_TOKENS", 8),
     (shared_kv_attention, "MIN_TOKENS", 8),
+    (sparse_attention, "MIN_TOKENS", 8),
     (sparse_mla_attention, "SPLIT_TOKENS", 2),
     (compact_cache, "BUFFER_BYTES", 512),
 )

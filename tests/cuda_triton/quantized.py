@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kvbackend import codecs, formats
 from kvbackend.codecs import split
+from kvbackend.ops import registry
 
 OPS = (
     "paged_attention", "mla_attention", "reshape_and_cache", "concat_and_cache_mla", "gather_cache", "store_rows",
-    "accumulate_scores",
+    "accumulate_scores", "token_logits", "sparse_attention", "indexer_logits", "mla_project_kv",
 )  # fmt: skip
 PAGED = [
     "fp8_e4m3", "fp8_e5m2:head", "fp8_e4m3:channel", "fp8_e5m2:token_head", "fp8_e4m3:32", "int8", "mxfp8", "mxfp4",
@@ -75,8 +76,31 @@ def _strange_rows(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{name}, NaN", dict(rows=rows, cache=cache, slot_mapping=slots, kv_format=name, block_size=4)
 
 
+def _infinities(name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Which heads that fill a tile up, and a position of -1, leave as they are."""
+    samples = dict(registry[name].make_samples("cpu", dtype))
+    if name == "indexer_logits":
+        call = samples["rows past the batch"]
+        keys = call["key_cache"].clone()
+        keys[..., 3] = torch.where(keys[..., 3] > 0, torch.inf, keys[..., 3])
+        yield "infinite keys", call | dict(key_cache=keys, weights=call["weights"].abs())
+    else:
+        call = samples["padding"]
+        hidden = call["hidden"].clone()
+        hidden[:, 4] = torch.inf
+        yield "infinite rows", call | dict(hidden=hidden)
+
+
 def calls(name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The op's calls, by format."""
+    """The op's calls, by format; and what more than samples show."""
+    if name in ("indexer_logits", "mla_project_kv"):
+        yield from _infinities(name, dtype)
+        return
+    if name == "accumulate_scores":  # each key gets an equal part, whatever digits the logits take
+        alike = torch.ones(BLOCKS, BLOCK, HEADS, DIM, dtype=dtype)
+        batch = {part: value for part, value in _batch().items() if part != "return_lse"}
+        call = dict(q=Maker(dtype).randn(7, 3 * HEADS, DIM), key_cache=alike, scores=torch.zeros(2, HEADS, 64), **batch)
+        yield "equal large logits", call | dict(softmax_scale=200.0)
     if name == "store_rows":
         yield from _strange_rows(dtype)
         return
@@ -91,8 +115,15 @@ def calls(name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
             batch = {part: value for part, value in _batch().items() if part != "return_lse"}
             q, scores = make.randn(7, 3 * HEADS, DIM), torch.zeros(2, HEADS, 64)
             yield kv_format, dict(q=q, scores=scores, **caches, **batch)
-        elif name == "paged_attention":
-            yield kv_format, dict(q=make.randn(7, 3 * HEADS, DIM), **make.caches(kv_format), **_batch())
+        elif name in ("paged_attention", "sparse_attention"):
+            call = dict(q=make.randn(7, 3 * HEADS, DIM), **make.caches(kv_format), **_batch())
+            yield kv_format, call | (sparse(make.generator) if name == "sparse_attention" else {})
+        elif name == "token_logits":
+            caches = {part: cache for part, cache in make.caches(kv_format).items() if not part.startswith("v")}
+            batch = {part: value for part, value in _batch().items() if part not in ("softmax_scale", "return_lse")}
+            pages = torch.randint(-1, 9, (7, HEADS, 3), generator=make.generator)
+            ends = dict(page_size=8, num_sinks=3, num_recent=5)
+            yield kv_format, dict(q=make.randn(7, 3 * HEADS, DIM), pages=pages, **caches, **batch, **ends)
         elif name == "reshape_and_cache":
             caches = make.caches(f"fp8_e4m3/{kv_format}" if keys_by_group else kv_format)
             yield (
@@ -118,6 +149,12 @@ def calls(name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
             )
 
 
+def sparse(generator: torch.Generator) -> dict[str, Any]:
+    """Choices of the queries of `_batch`, and which tokens need none."""
+    chosen = torch.randint(-1, 66, (7, HEADS, 20), generator=generator)
+    return dict(topk_indices=chosen, page_size=4, num_sinks=3, num_recent=5)
+
+
 def batch_mates() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Per op a mixed batch, and its last row alone: the same bits must come of both."""
     make = Maker(torch.bfloat16)
@@ -133,6 +170,7 @@ def batch_mates() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         dict(window_cache=make.randn(BLOCKS, BLOCK, DIM), compressed_cache=make.randn(BLOCKS, BLOCK, DIM)),
         q[:, 0],
     )
+    choices = sparse(make.generator)
     own_ring = rings | dict(window_table=rings["window_table"][1:])
     return {
         "shared_kv_attention": (
@@ -140,6 +178,10 @@ def batch_mates() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
             dict(q=q[6:], kv=new[6:], **shared, **own_ring, **alone),
         ),
         "paged_attention": (dict(q=q, **caches, **mixed), dict(q=q[6:], **caches, **alone)),
+        "sparse_attention": (
+            dict(q=q, **caches, **mixed, **choices),
+            dict(q=q[6:], **caches, **alone, **choices | dict(topk_indices=choices["topk_indices"][6:])),
+        ),
         "mla_attention": (
             dict(q_nope=q_nope, q_pe=q_pe, **latent, **mixed),
             dict(q_nope=q_nope[6:], q_pe=q_pe[6:], **latent, **alone),

@@ -131,6 +131,29 @@ class Shapes:
         scores = _meta(self.num_seqs, 8, self.length, dtype=torch.float32)
         return {name: value for name, value in call.items() if "value" not in name} | dict(scores=scores) | other
 
+    def middle(self, queries: int) -> dict[str, Any]:
+        """The batch of 8 kv heads whose tokens are chosen, 16 to a page, between the first ones and the last."""
+        batch = self.batch(queries, self.length, 16)
+        return dict(q=_meta(self.num_seqs * queries, 32, 128), **batch, page_size=16, num_sinks=16, num_recent=64)
+
+    def bounding(self) -> dict[str, Any]:
+        """The bounds of all pages, in blocks of 16 pages."""
+        columns = max(self.length // 256, 1)
+        bounds = {name: _meta(self.num_seqs * columns, 16, 8, 128) for name in ("low_cache", "high_cache")}
+        return self.middle(1) | bounds | dict(block_table=_meta(self.num_seqs, columns, dtype=torch.int32))
+
+    def looking(self, kv_format: str = "bf16") -> dict[str, Any]:
+        """At the tokens of a fourth of the pages."""
+        call = self.paged(1, kv_format, block_size=32)
+        keys = {name: value for name, value in call.items() if name != "softmax_scale" and not name.startswith("v")}
+        pages = _meta(self.num_seqs, 8, max(self.length // 64, 1), dtype=torch.int32)
+        return self.middle(1) | keys | dict(pages=pages)
+
+    def sparse(self, queries: int, kv_format: str = "bf16") -> dict[str, Any]:
+        """Attention to chosen tokens."""
+        chosen = _meta(self.num_seqs * queries, 8, self.topk // 4, dtype=torch.int32)
+        return self.middle(queries) | self.paged(queries, kv_format, block_size=32) | dict(topk_indices=chosen)
+
     def keeping(self) -> dict[str, Any]:
         """The better half of the tokens of each kv head, as scores choose them."""
         scores = _meta(self.num_seqs, 8, self.length, dtype=torch.float32)
@@ -196,6 +219,20 @@ class Shapes:
         page_bytes = formats.record(name).page_bytes(64)
         return _meta(blocks or self.num_seqs * self.length // 64, page_bytes, dtype=torch.uint8)
 
+    def quantizing(self, kv_format: str) -> Iterator[Call]:
+        """New rows of 8 heads into codes and back."""
+        fmt, x = formats.get(kv_format), _meta(self.tokens, 8, 128)
+        number = dict(global_scale=_meta(1, dtype=torch.float32)) if fmt.global_scale else {}
+        yield "quantize_kv", kv_format, dict(x=x, kv_format=kv_format, **number)
+        codes = _meta(*split.codes_shape(fmt, x.shape), dtype=split.storage(fmt))
+        scales = _meta(*split.scales_shape(fmt, "key", x.shape), dtype=split.scale_dtype(fmt))
+        yield "dequantize_kv", kv_format, dict(codes=codes, scales=scales, kv_format=kv_format, **number)
+
+    def swapping(self) -> dict[str, Any]:
+        """Between pools of one GPU; the pairs, which come from the host, are on 'meta', too."""
+        pool = _meta(self.num_seqs * self.length // 16, 16, 8, 128)
+        return dict(source=pool, target=pool.clone(), block_mapping=_meta(2, 2, dtype=torch.int64))
+
     def calls(self) -> Iterator[Call]:
         """Every hot call."""
         sinks = dict(dim=64, group=8, window=128, sinks=_meta(64))
@@ -205,6 +242,11 @@ class Shapes:
         yield "paged_attention", "decode, heads of 256, softcap", self.paged(1, group=2, dim=256, softcap=50.0)
         for kv_format in ("fp8_e4m3", "int8", "mxfp8", "nvfp4", "int4"):
             yield "paged_attention", f"decode, {kv_format}", self.paged(1, kv_format, block_size=32)
+        yield "page_logits", "decode, pages of 16", self.bounding()
+        yield "token_logits", "decode, pages of 16", self.looking()
+        yield "sparse_attention", "decode, 32/8 heads of 128", self.sparse(1)
+        yield "sparse_attention", "decode, fp8_e4m3", self.sparse(1, "fp8_e4m3")
+        yield "sparse_attention", "prefill, 32/8 heads of 128", self.sparse(self.prefill // 2)
         yield "mla_attention", "decode, 128 heads", self.mla(1)
         yield "mla_attention", "decode, 16 heads", self.mla(1, 16)
         yield "mla_attention", "prefill, 16 heads", self.mla(self.prefill // 2, 16)
@@ -221,6 +263,8 @@ class Shapes:
         yield "lightning_indexer", "decode, 64 heads", self.index(1) | dict(k=self.topk)
         chosen = _meta(self.num_seqs, self.topk // 8, dtype=torch.int32)
         yield "lightning_indexer", "decode, candidates", self.index(1) | dict(k=self.topk // 4, candidates=chosen)
+        blocks = dict(num_candidates=self.topk, candidate_block_size=8)
+        yield "candidate_blocks", "decode, blocks of 8 keys", self.index(1) | blocks
         scores = _meta(self.num_seqs, self.index_length, dtype=torch.float32)
         yield "topk_indices", "the best scores", dict(scores=scores, k=self.topk)
         yield "reshape_and_cache", "bf16", self.writing()
@@ -232,6 +276,12 @@ class Shapes:
             yield "store_rows", record, self.storing(record)
         for pair in (("v32_fp8_656", "v32_fp8_656_ascend"), ("v4_fp8_584", "v4_fp8_608_ascend")):
             yield "transcode", " to ".join(pair), self.transcoding(*pair)
+        yield from self.quantizing("fp8_e4m3:token_head")
+        yield from self.quantizing("nvfp4")
+        latents = dict(ckv=_meta(self.tokens, 512), kpe=_meta(self.tokens, 64))
+        caches = {name: cache for name, cache in self.mla(1).items() if name in ("ckv_cache", "kpe_cache")}
+        slots = _meta(self.tokens, dtype=torch.int64)
+        yield "concat_and_cache_mla", "bf16", dict(**latents, **caches, slot_mapping=slots)
         cache = _meta(self.num_seqs * self.length // 16, 16, 8, 128)
         yield "copy_blocks", "2 blocks", dict(cache=cache, block_mapping=_meta(2, 2, dtype=torch.int64))
         yield "mla_project_kv", "into the cache", self.projecting()
@@ -248,6 +298,8 @@ class Shapes:
         """Calls in each format that `calls` may not have."""
         for kv_format in quantized.PAGED:
             yield "paged_attention", f"decode in {kv_format}", self.paged(1, kv_format, block_size=32)
+            yield "sparse_attention", f"decode in {kv_format}", self.sparse(1, kv_format)
+            yield "token_logits", f"decode in {kv_format}", self.looking(kv_format)
             if kv_format != "int4":
                 yield "reshape_and_cache", f"in {kv_format}", self.writing(kv_format)
         for kv_format in quantized.LATENT:

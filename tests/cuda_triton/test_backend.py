@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 
+from kvbackend import backends
 from kvbackend.backends import cuda_triton
+from kvbackend.backends.cuda_triton.resources import MOST
 from kvbackend.ops import registry
 
 
@@ -50,6 +53,19 @@ def test_refuses_gpus_before_ampere(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert any("compute capability" in reason for reason in cuda_triton.missing()) == refused
+
+
+def test_every_op_has_a_launcher_and_evidence_of_its_own() -> None:
+    """What is not torch's matmul says its registers and shared memory, which ci/cuda_compile.sh compares."""
+    backend = backends.registered()["cuda_triton"]
+    assert [name for name in registry if backend.adapter(name) is None] == []
+    assert {name for name in registry if "matmul" not in backend.evidence_of(name)} == set(MOST)
+
+
+def test_the_page_says_how_each_op_is_done() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text("utf-8")
+    ops = page.partition("\n## Ops\n")[2].partition("\n## ")[0]
+    assert [name for name in registry if f"`{name}`" not in ops] == []
 
 
 def test_float64_is_refused_with_a_reason() -> None:

@@ -7,16 +7,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from .resources import MOST
+
 DEVICE = "cuda"
 ORDER = 500  # after whatever a vendor's library does better
-EVIDENCE = "compiled for sm_80 to sm_120, not run"
-EVIDENCE_OF = dict.fromkeys(
-    ("absorb_q", "project_out", "lowrank_project", "lowrank_reconstruct"), "torch's matmul, not run"
-)
+EVIDENCE = "interpreted, compiled for sm_80 to sm_120, not run"
+EVIDENCE_OF = {
+    op: f"interpreted, compiled for sm_80 to sm_120 ({registers} registers, {kib} KiB shared, no spills), not run"
+    for op, (registers, kib) in MOST.items()
+} | dict.fromkeys(("absorb_q", "project_out", "lowrank_project", "lowrank_reconstruct"), "torch's matmul, not run")
 
 OLDEST_TRITON = (3, 2)
-
-WITHOUT = dict.fromkeys(("page_logits", "sparse_attention", "token_logits"), "none is written yet")
 
 
 def missing() -> Iterator[str]:

@@ -10,15 +10,14 @@ from .attending import DECODE_QUERIES, MAX_SPLITS, MIN_TOKENS, block_n, decode_t
 def unsupported(q, key_cache, sinks, rope_cos_sin, **_):
     yield from launching.floats(q=q, sinks=sinks)
     yield from launching.rope_at_read(rope_cos_sin)
-    if q.shape[2] > 256:
-        yield f"q has {q.shape[2]} dims; the Triton kernel takes up to 256: use smaller heads"
+    yield from launching.small_heads(q=q.shape[2])
 
 
 def run(
     q, key_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, softmax_scale, scores, score_cache, last_queries,
     window, softcap, sinks, k_scale, k_scale_cache, kv_format, key_positions, rope_cos_sin, rope_interleaved, key_bias,
 ):  # fmt: skip
-    from ...triton.accumulate_scores import add_mass, join_lse, query_lse
+    from ...triton.accumulate_scores import add_mass, find_denominators, join_parts
 
     num_tokens, num_heads, dim = q.shape
     num_seqs, block_size, kv_heads = seq_lens.shape[0], key_cache.shape[1], key_cache.shape[2]
@@ -30,10 +29,10 @@ def run(
     group = num_heads // kv_heads
     narrow = q.dtype is torch.float32 or keys.quantized
     few = decode_tiles(group, dim, narrow)
-    decode_queries = min(few.queries, DECODE_QUERIES)
+    decode_queries = min(few.queries, DECODE_QUERIES, most)
     splits = min(MAX_SPLITS, launching.cdiv(capacity, MIN_TOKENS))
-    lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(num_seqs, splits, decode_queries, num_heads, dtype=torch.float32, device=q.device)
+    denominators = torch.empty(num_tokens, num_heads, 2, dtype=torch.float32, device=q.device)
+    parts = torch.empty(num_seqs, splits, decode_queries, num_heads, 2, dtype=torch.float32, device=q.device)
     seq_lens, cu_seqlens_q = seq_lens.contiguous(), cu_seqlens_q.contiguous()
     counted = num_tokens if last_queries < 0 else last_queries
     if key_positions is None:
@@ -41,23 +40,24 @@ def run(
     args = (
         q, *q.stride(), *keys.rows, *keys.scales, keys.number, block_table, *block_table.stride(), seq_lens,
         cu_seqlens_q, seq_lens if key_positions is None else key_positions,
-        *((0, 0) if key_positions is None else key_positions.stride()), lse if key_bias is None else key_bias,
-        *((0, 0, 0) if key_bias is None else key_bias.stride()), lse, num_heads, group, dim, block_size,
+        *((0, 0) if key_positions is None else key_positions.stride()), denominators if key_bias is None else key_bias,
+        *((0, 0, 0) if key_bias is None else key_bias.stride()), denominators, num_heads, group, dim, block_size,
         float(softmax_scale), float(softcap), window, counted,
     )  # fmt: skip
     constants: dict[str, Any] = dict(
         **keys.constants, WINDOW=window > 0, SOFTCAP=softcap > 0, POSITIONS=key_positions is not None,
         BIAS=key_bias is not None, DOT=launching.dot_type(q.dtype), BLOCK_D=max(launching.power_of_two(dim), 16),
     )  # fmt: skip
-    parts = part_lse, lse if sinks is None else sinks.contiguous(), decode_queries
+    parts_args = parts, denominators if sinks is None else sinks.contiguous(), decode_queries
     cut = dict(MAX_SPLITS=MAX_SPLITS, MIN_TOKENS=MIN_TOKENS, SINKS=sinks is not None)
+    heads = kv_heads * launching.cdiv(group, few.heads)
     launching.launch(
-        query_lse, (num_seqs, kv_heads * launching.cdiv(group, few.heads), splits), *args, 1, *parts, SPLIT=True,
-        **constants, **cut, **few.constants(),
+        find_denominators, (num_seqs, heads, splits), *args, 1, *parts_args, SPLIT=True, **constants, **cut,
+        **few.constants(),
     )  # fmt: skip
     block = min(launching.power_of_two(num_heads), 64)
     launching.launch(
-        join_lse, (num_seqs, min(decode_queries, most), launching.cdiv(num_heads, block)), part_lse, lse, parts[1],
+        join_parts, (num_seqs, decode_queries, launching.cdiv(num_heads, block)), parts, denominators, parts_args[1],
         seq_lens, cu_seqlens_q, num_heads, splits, counted, decode_queries, **cut,
         SPLITS=launching.power_of_two(splits), BLOCK_H=block, num_warps=4,
     )  # fmt: skip
@@ -69,8 +69,9 @@ def run(
         tiles = launching.cdiv(most, block_m // many["HEADS"])
         heads = kv_heads * launching.cdiv(group, many["HEADS"])
         launching.launch(
-            query_lse, (num_seqs * tiles, heads, 1), *args, tiles, *parts, SPLIT=False, **constants, **cut, **many
-        )
+            find_denominators, (num_seqs * tiles, heads, 1), *args, tiles, *parts_args, SPLIT=False, **constants,
+            **cut, **many,
+        )  # fmt: skip
     sums = scores.transpose(1, 2) if score_cache is None else score_cache  # [sequence or block, row, head]
     tiles = launching.cdiv(capacity, many["BLOCK_N"])
     launching.launch(

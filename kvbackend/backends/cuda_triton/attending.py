@@ -1,6 +1,7 @@
 """Launches of triton/attention.py: what paged_attention and mla_attention share.
 
-A sequence of up to 4 queries (speculation) counts as decode, or of as many as fit in a tile of 64 rows.
+A sequence of up to 4 queries (speculation) counts as decode, or of as many as fit in a tile of 64 rows. Where no
+sequence of a call has as many, there are parts for fewer: each is split all the same.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops import _math
 from . import launching
 from .cached import Operand
 
@@ -72,20 +74,16 @@ def attend(
     from ...triton.attention import attention
 
     num_tokens, num_heads, dim = q.shape
-    out = q.new_zeros(num_tokens, num_heads, value_dim)
-    lse = q.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32)
+    out, lse = _math.nothing_seen(q, value_dim, return_lse)
     num_seqs, capacity = seq_lens.shape[0], block_table.shape[1] * block_size
-    if 0 in (num_tokens, num_seqs, capacity, keys.rows[0].numel()) or max_seqlen_q <= 0:
+    if 0 in (num_tokens, num_heads, num_seqs, capacity, keys.rows[0].numel()) or max_seqlen_q <= 0:
         return out, lse
     group = num_heads // kv_heads
     narrow = q.dtype is torch.float32 or keys.quantized or values.quantized
     few, many = decode_tiles(group, dim, narrow), prefill_tiles(group, dim, narrow)
     num_splits = min(MAX_SPLITS, launching.cdiv(capacity, MIN_TOKENS))
-    decode_queries = min(few.queries, DECODE_QUERIES)
-    part_out = torch.empty(
-        num_seqs, num_splits, decode_queries, num_heads, value_dim, dtype=torch.float32, device=q.device
-    )
-    part_lse = torch.empty(part_out.shape[:-1], dtype=torch.float32, device=q.device)
+    decode_queries = min(few.queries, DECODE_QUERIES, max_seqlen_q)
+    part_out, part_lse = parts(q, num_seqs, num_splits, decode_queries, value_dim)
     latent = q_pe is not None
     pe_strides = (*q_pe.stride(), *k_pe.stride()) if q_pe is not None and k_pe is not None else (0,) * 6
     args = (
@@ -116,13 +114,19 @@ def attend(
             (launching.cdiv(num_tokens, many.queries) + num_seqs, kv_heads * launching.cdiv(group, many.heads), 1),
             *args, SPLIT=False, **constants, **many.constants(),
         )  # fmt: skip
-    merge(part_out, part_lse, out, lse, seq_lens.contiguous(), cu_seqlens_q.contiguous(), max_seqlen_q, sinks)
+    merge(part_out, part_lse, out, lse, seq_lens.contiguous(), cu_seqlens_q.contiguous(), sinks)
     return out, lse
+
+
+def parts(q: Tensor, num_seqs: int, num_splits: int, queries: int, dim: int) -> tuple[Tensor, Tensor]:
+    """part_out [sequences, splits, queries, H, dim] and part_lse, for q [T, H, D], of sequences of so many queries."""
+    part_out = torch.empty(num_seqs, num_splits, queries, q.shape[1], dim, dtype=torch.float32, device=q.device)
+    return part_out, torch.empty(part_out.shape[:-1], dtype=torch.float32, device=q.device)
 
 
 def merge(
     part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
-    max_seqlen_q: int, sinks: Tensor | None = None, whole: bool = False,
+    sinks: Tensor | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
     """Join parts [sequences, splits, queries, H, D] into the rows of sequences that have no more queries than that.
 
@@ -133,7 +137,7 @@ def merge(
     num_seqs, num_splits, queries, num_heads, dim = part_out.shape
     tile = min(launching.power_of_two(dim), 128)
     launching.launch(
-        merge_splits, (num_seqs, num_heads * launching.cdiv(dim, tile), min(queries, max_seqlen_q)), part_out, part_lse,
+        merge_splits, (num_seqs, num_heads * launching.cdiv(dim, tile), queries), part_out, part_lse,
         part_lse if sinks is None else sinks.contiguous(), out, lse, seq_lens, cu_seqlens_q, num_splits, num_heads, dim,
         queries, MAX_SPLITS=MAX_SPLITS, MIN_TOKENS=MIN_TOKENS, SPLITS=launching.power_of_two(num_splits), WHOLE=whole,
         SINKS=sinks is not None, LSE=lse.numel() > 0, BLOCK_V=tile, num_warps=4,

@@ -48,6 +48,13 @@ def floats(**tensors: Any) -> Iterator[str]:
             yield f"{name} is {tensor.dtype}; the Triton kernels take float32, bfloat16 and float16: convert it"
 
 
+def small_heads(**dims: Any) -> Iterator[str]:
+    """The rows that a tile has room for."""
+    for name, dim in dims.items():
+        if dim > 256:
+            yield f"{name} has rows of {dim} numbers; the Triton kernel takes up to 256: use smaller heads"
+
+
 def rope_at_read(rope_cos_sin: Any) -> Iterator[str]:
     """No kernel rotates cached keys."""
     if rope_cos_sin is not None:

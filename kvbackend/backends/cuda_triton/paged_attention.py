@@ -2,12 +2,10 @@ from ...ops import _formats
 from . import attending, cached, launching
 
 
-def unsupported(q, key_cache, value_cache, sinks, rope_cos_sin, **_):
+def unsupported(q, value_cache, sinks, kv_format, rope_cos_sin, **_):
     yield from launching.floats(q=q, sinks=sinks)
     yield from launching.rope_at_read(rope_cos_sin)
-    for name, width in (("key_cache", key_cache.shape[3]), ("value_cache", value_cache.shape[3])):
-        if width > 256:
-            yield f"{name} has rows of {width} numbers; the Triton kernel takes up to 256: use smaller heads"
+    yield from launching.small_heads(q=q.shape[2], value_cache=_formats.values(value_cache, kv_format).width())
 
 
 def run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,7 @@ def reasons(q: Tensor, kv_format: str) -> Iterator[str]:
     """Why keys cannot be scored."""
     yield from launching.floats(q=q)
     yield from records.unsupported(kv_format)
-    if q.shape[2] > 256:
-        yield f"q has {q.shape[2]} dims; the Triton kernel takes up to 256: use the reference"
+    yield from launching.small_heads(q=q.shape[2])
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,24 @@ class Keys:
 
 def best_keys(keys: Keys, k: int, order: str) -> Tensor:
     """Positions [T, k] int32 of the k highest scores of each query, TILE columns at a time."""
+    return best_columns(keys, keys.columns, k, TILE, order, keys.score)
+
+
+def best_columns(
+    keys: Keys, columns: int, k: int, tile: int, order: str, fill: Callable[[Tensor, int, int], Any], beside: int = 0
+) -> Tensor:
+    """Positions [T, k] int32 of the k highest of the columns of each query, which are made `tile` at a time.
+
+    fill     writes a tile [rows, n], of the tokens and the columns from two numbers on
+    beside   scores that it holds for each row while it does
+    """
     from ...triton.lightning_indexer import keep_best
 
-    num_tokens, columns = keys.q.shape[0], keys.columns
+    num_tokens, tile = keys.q.shape[0], min(tile, columns)
     out = torch.full((num_tokens, k), -1, dtype=torch.int32, device=keys.q.device)
-    tile = min(TILE, columns)
     if tile == 0:
         return out
-    step = max(MAX_SCORES // (2 * (k + tile)), 1)
+    step = max(MAX_SCORES // (2 * (k + tile) + beside), 1)
     for first in range(0, num_tokens, step):
         count = min(step, num_tokens - first)
         # what was kept stands before the new scores; the next of the two buffers gets what is kept of both
@@ -97,7 +106,7 @@ def best_keys(keys: Keys, k: int, order: str) -> Tensor:
         now = 0
         for column in range(0, columns, tile):
             width = min(tile, columns - column)
-            keys.score(buffers[now, :, k : k + width], first, column)
+            fill(buffers[now, :, k : k + width], first, column)
             launching.launch(
                 keep_best, (count,), buffers[now], k + tile, positions[now], *keys.candidate_args(first),
                 buffers[1 - now], k + tile, positions[1 - now], column, 0 if column else k, k + width, k,
@@ -111,13 +120,6 @@ def best_keys(keys: Keys, k: int, order: str) -> Tensor:
             kept = torch.where(places >= 0, kept.gather(1, places.clamp(min=0).long()), -1)
         out[first : first + count] = kept
     return out
-
-
-def chunks(num_tokens: int, width: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of tokens whose scores are held together."""
-    step = max(MAX_SCORES // max(width, 1), 1)
-    for first in range(0, num_tokens, step):
-        yield first, min(step, num_tokens - first)
 
 
 def block_of(count: int, most: int) -> int:

@@ -2,9 +2,9 @@ from typing import Any
 
 import torch
 
-from ...ops import _pages
+from ...ops import _math, _pages
 from . import launching, records
-from .attending import DECODE_QUERIES, MAX_SPLITS, MIN_TOKENS, merge
+from .attending import DECODE_QUERIES, MAX_SPLITS, MIN_TOKENS, merge, parts
 
 
 def unsupported(q, sinks, cos_sin, **_):
@@ -21,8 +21,7 @@ def run(
     from ...triton.shared_kv_attention import shared_kv_attention
 
     num_tokens, num_heads, dim = q.shape
-    out = q.new_zeros(q.shape)
-    lse = q.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32)
+    out, lse = _math.nothing_seen(q, dim, return_lse)
     num_seqs = seq_lens.shape[0]
     if 0 in (num_tokens, num_heads, num_seqs) or max_seqlen_q <= 0:
         return out, lse
@@ -34,8 +33,8 @@ def run(
     window_rows = window_table.shape[1] * recent_args[-1]
     count = block_table.shape[1] * compressed_args[-1] if topk_indices is None else topk_indices.shape[1]
     splits = 1 + (min(MAX_SPLITS - 1, launching.cdiv(count, MIN_TOKENS)) if entries else 0)
-    part_out = torch.empty(num_seqs, splits, DECODE_QUERIES, num_heads, dim, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(part_out.shape[:-1], dtype=torch.float32, device=q.device)
+    few = min(DECODE_QUERIES, max_seqlen_q)
+    part_out, part_lse = parts(q, num_seqs, splits, few, dim)
     seq_lens, cu_seqlens_q = seq_lens.contiguous(), cu_seqlens_q.contiguous()
     args = (
         q, *q.stride(), *recent_args[:-1], window_rows, recent_args[-1], *compressed_args[:-1], block_table.shape[1],
@@ -44,7 +43,7 @@ def run(
         *((0, 0) if topk_indices is None else topk_indices.stride()), count,
         part_lse if sinks is None else sinks.contiguous(), part_lse if cos_sin is None else cos_sin,
         *((0, 0) if cos_sin is None else cos_sin.stride()), out, lse, part_out, part_lse, num_seqs, num_heads, dim,
-        float(softmax_scale), window, compress_ratio, 0 if cos_sin is None else cos_sin.shape[1] // 2, DECODE_QUERIES,
+        float(softmax_scale), window, compress_ratio, 0 if cos_sin is None else cos_sin.shape[1] // 2, few,
     )  # fmt: skip
     narrow = q.dtype is torch.float32 or bool(recent["W_CODE"] or compressed["C_CODE"])
     constants = dict(
@@ -54,14 +53,12 @@ def run(
         num_warps=8, num_stages=1,
     )  # fmt: skip
     tiles = launching.cdiv(num_heads, 16)
-    launching.launch(
-        shared_kv_attention, (num_seqs * DECODE_QUERIES, tiles, splits), *args, SPLIT=True, HEADS=16, **constants
-    )
-    if max_seqlen_q > DECODE_QUERIES:
+    launching.launch(shared_kv_attention, (num_seqs * few, tiles, splits), *args, SPLIT=True, HEADS=16, **constants)
+    if max_seqlen_q > few:
         heads = 16 if narrow or num_heads <= 16 else 32
         tiles = launching.cdiv(num_heads, heads)
         launching.launch(shared_kv_attention, (num_tokens, tiles, 1), *args, SPLIT=False, HEADS=heads, **constants)
-    merge(part_out, part_lse, out, lse, seq_lens, cu_seqlens_q, max_seqlen_q, sinks, whole=True)
+    merge(part_out, part_lse, out, lse, seq_lens, cu_seqlens_q, sinks, whole=True)
     return out, lse
 
 

@@ -1,8 +1,6 @@
-import torch
-
-from ...ops import _pages
+from ...ops import _math, _pages
 from . import launching, records
-from .attending import DECODE_QUERIES, merge
+from .attending import DECODE_QUERIES, merge, parts
 
 SPLIT_TOKENS = 256
 
@@ -24,25 +22,21 @@ def run(
     from ...triton.sparse_mla_attention import sparse_mla_attention
 
     num_tokens, num_heads, dim = q_nope.shape
-    out = q_nope.new_zeros(q_nope.shape)
-    lse = q_nope.new_full((num_tokens, num_heads) if return_lse else (0,), -torch.inf, dtype=torch.float32)
+    out, lse = _math.nothing_seen(q_nope, dim, return_lse)
     num_seqs, topk = seq_lens.shape[0], topk_indices.shape[1]
     if 0 in (num_tokens, topk, *block_table.shape, ckv_cache.shape[0]) or max_seqlen_q <= 0:
         return out, lse
     keys, rotary = records.operand(ckv_cache, kv_format, block_size)
     rotary = kpe_cache if rotary is None else rotary
     splits = launching.cdiv(topk, SPLIT_TOKENS)
-    part_out = torch.empty(
-        num_seqs, splits, DECODE_QUERIES, num_heads, dim, dtype=torch.float32, device=q_nope.device
-    )  # fmt: skip
-    part_lse = torch.empty(part_out.shape[:-1], dtype=torch.float32, device=q_nope.device)
-    heads = 16
+    few, heads = min(DECODE_QUERIES, max_seqlen_q), 16
+    part_out, part_lse = parts(q_nope, num_seqs, splits, few, dim)
     seq_lens, cu_seqlens_q = seq_lens.contiguous(), cu_seqlens_q.contiguous()
     args = (
         q_nope, *q_nope.stride(), q_pe, *q_pe.stride(), *keys.rows, *keys.scales, keys.number,
         rotary, *rotary.stride(), block_table, *block_table.stride(), block_table.shape[1], seq_lens, cu_seqlens_q,
         topk_indices, *topk_indices.stride(), topk, out, lse, part_out, part_lse, num_seqs, num_heads, dim,
-        q_pe.shape[2], _pages.block_size_of(ckv_cache, kv_format, block_size), float(softmax_scale), DECODE_QUERIES,
+        q_pe.shape[2], _pages.block_size_of(ckv_cache, kv_format, block_size), float(softmax_scale), few,
     )  # fmt: skip
     constants = dict(
         **keys.constants, SPLIT_TOKENS=SPLIT_TOKENS, CAUSAL=causal, LSE=return_lse,
@@ -51,8 +45,8 @@ def run(
         num_warps=8, num_stages=1,
     )  # fmt: skip
     tiles = launching.cdiv(num_heads, heads)
-    launching.launch(sparse_mla_attention, (num_seqs * DECODE_QUERIES, tiles, splits), *args, SPLIT=True, **constants)
-    if max_seqlen_q > DECODE_QUERIES:
+    launching.launch(sparse_mla_attention, (num_seqs * few, tiles, splits), *args, SPLIT=True, **constants)
+    if max_seqlen_q > few:
         launching.launch(sparse_mla_attention, (num_tokens, tiles, 1), *args, SPLIT=False, **constants)
-    merge(part_out, part_lse, out, lse, seq_lens, cu_seqlens_q, max_seqlen_q, whole=True)
+    merge(part_out, part_lse, out, lse, seq_lens, cu_seqlens_q, whole=True)
     return out, lse
