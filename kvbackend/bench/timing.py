@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import statistics
 import time
@@ -110,8 +111,21 @@ def in_turn(function: Callable[..., Any], calls: Sequence[dict[str, Any]]) -> Ca
     return lambda: function(**next(turn))
 
 
+def keep_freed_memory() -> None:
+    """Have this process's heap keep what is freed, where the C library is glibc and THP_MEM_ALLOC_ENABLE is set.
+
+    Else it depends on what lies beside it on the heap whether a new output of some MiB has pages already or faults
+    them in, which can take three times as long as filling it.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+            mallopt(parameter, value)
+
+
 def measured(cases: Iterable[Case], rounds: int = ROUNDS) -> Iterator[Result]:
     """Each case on the CPU kernels, its limit and its peers in the same rounds."""
+    keep_freed_memory()
     for case in cases:
         with use("cpu"), torch.no_grad():
             candidates = {"op": in_turn(registry[case.op].resolve(**case.calls[0]), case.calls)}

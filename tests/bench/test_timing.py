@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -49,6 +53,23 @@ def test_calls_are_taken_in_turn() -> None:
     for _ in range(3):
         function()
     assert seen == [0, 1, 0]
+
+
+def test_freed_memory_is_kept() -> None:
+    """The second large tensor and those after it have their pages already, under the settings to measure with."""
+    code = """
+import resource, torch
+from kvbackend.bench.timing import keep_freed_memory
+keep_freed_memory()
+faults = []
+for _ in range(5):
+    torch.ones(1 << 24)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[-1] - faults[0])
+"""
+    settings = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16  # each would take 32 huge pages, or 16384 small ones
 
 
 def test_limits_are_measured() -> None:
