@@ -48,6 +48,31 @@ def assert_guards(buffer: Tensor) -> None:
     assert (buffer[2 * BLOCKS :] == GUARD).all()
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("offset", [0, 24, 32])  # of a cache from a cache line, in numbers
+@pytest.mark.parametrize("dim", [128, 100])
+def test_large_writes_touch_their_rows_alone(dim: int, offset: int, heads_first: bool) -> None:
+    """So many rows go past the caches where they are whole lines; others begin or end within a line."""
+    tokens, blocks, block_size, heads = 2048, 140, 16, 4
+    shape = (blocks, heads, block_size, dim) if heads_first else (blocks, block_size, heads, dim)
+    buffers = [torch.randn(blocks * block_size * heads * dim + 2 * offset).bfloat16() for _ in range(2)]
+    wanted = [buffer.clone() for buffer in buffers]
+    caches, expected = (
+        [buffer[offset : len(buffer) - offset].view(shape) for buffer in each] for each in (buffers, wanted)
+    )
+    if heads_first:
+        caches, expected = ([cache.transpose(1, 2) for cache in each] for each in (caches, expected))
+    rows = [torch.randn(tokens, heads, dim).bfloat16() for _ in range(2)]
+    slots = torch.randperm(blocks * block_size)[:tokens]
+    slots[::100] = -1
+    written = slots >= 0
+    for cache, values in zip(expected, rows, strict=True):
+        cache[slots[written] // block_size, slots[written] % block_size] = values[written]
+    ops.reshape_and_cache(*rows, *caches, slots)
+    for buffer, want in zip(buffers, wanted, strict=True):
+        assert torch.equal(buffer, want)
+
+
 @pytest.mark.parametrize("name", ["reshape_and_cache", "concat_and_cache_mla", "mla_project_kv"])
 def test_slots_outside_the_cache_are_skipped(name: str) -> None:
     slots = torch.tensor([*around(BLOCKS * BLOCK_SIZE), 7])
