@@ -25,6 +25,11 @@ struct Members {  // of one entry, in order of their positions: tokens that a st
     for (const Member<float>& member : kept) function(member);
     for (const Member<T>& member : current) function(member);
   }
+
+  // Have a cache line of a row of token i, if there is such a token.
+  void fetch(size_t i, const T* Member<T>::* row, int64_t channel) const {
+    if (i < current.size()) __builtin_prefetch(current[i].*row + channel, 0, 2);
+  }
 };
 
 // Vectors of channels, all whole.
@@ -47,26 +52,37 @@ struct Partial {
   }
 };
 
-// The weighted means of N vectors of channels from `channel` on. Gates are read twice: the second time they are in L1,
-// and so is what was asked for meanwhile.
+// The weighted means of N vectors of channels from `channel` on. Gates are read twice, the second time from L1. What
+// the next entry will read is fetched meanwhile: its rows are too far apart for the hardware to see the order.
 template <int N, class T, class Load>
-void pool_channels(const Members<T>& members, int64_t channel, Load load_row, Vec* means) {
-  const auto gate = [&](const auto& member, int n) {
+void pool_channels(const Members<T>& members, const Members<T>& next, int64_t channel, Load load_row, Vec* means) {
+  constexpr int64_t kLine = 64 / sizeof(T), kChannels = N * kLanes;
+  const auto gate = [&](const auto& member, auto biased, int n) {
     const int64_t at = channel + n * kLanes;
-    return member.bias ? load_row(member.gate + at) + load_row(member.bias + at) : load_row(member.gate + at);
+    if constexpr (biased) return load_row(member.gate + at) + load_row(member.bias + at);
+    return load_row(member.gate + at);
+  };
+  const auto each = [&](auto&& function) {
+    members.each([&](const auto& member) {
+      member.bias ? function(member, std::true_type{}) : function(member, std::false_type{});
+    });
   };
   Vec peak[N], total[N] = {}, sum[N] = {};
   for (int n = 0; n < N; ++n) peak[n] = broadcast(-std::numeric_limits<float>::infinity());
-  members.each([&](const auto& member) {
-    for (int n = 0; n < N; ++n) {
-      __builtin_prefetch(member.kv + channel + n * kLanes);
-      peak[n] = maximum(peak[n], gate(member, n));
-    }
+  size_t token = 0;
+  each([&](const auto& member, auto biased) {
+    for (int64_t c = 0; c < kChannels; c += kLine) next.fetch(token, &Member<T>::gate, channel + c);
+    ++token;
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) peak[n] = maximum(peak[n], gate(member, biased, n));
   });
-  members.each([&](const auto& member) {
+  token = 0;
+  each([&](const auto& member, auto biased) {
+    for (int64_t c = 0; c < kChannels; c += kLine) next.fetch(token, &Member<T>::kv, channel + c);
+    ++token;
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      __builtin_prefetch(member.gate + channel + (N + n) * kLanes);  // of the next channels
-      const Vec weight = exp_negative(gate(member, n) - peak[n]);
+      const Vec weight = exp_negative(gate(member, biased, n) - peak[n]);
       total[n] += weight;
       sum[n] += weight * load_row(member.kv + channel + n * kLanes);
     }
@@ -74,19 +90,19 @@ void pool_channels(const Members<T>& members, int64_t channel, Load load_row, Ve
   for (int n = 0; n < N; ++n) means[n] = sum[n] / total[n];
 }
 
-constexpr int kTile = kAccumulators / 2;  // vectors at a time: exponentials that do not wait for each other
+constexpr int kTile = kAccumulators / 4;  // vectors at a time: their peaks, totals and sums stay in registers
 
 template <class T>
-void pool(const Members<T>& members, int64_t dim, float* out) {
+void pool(const Members<T>& members, const Members<T>& next, int64_t dim, float* out) {
   Vec means[kTile];
   int64_t channel = 0;
   for (; channel + kTile * kLanes <= dim; channel += kTile * kLanes) {
-    pool_channels<kTile>(members, channel, Whole{}, means);
+    pool_channels<kTile>(members, next, channel, Whole{}, means);
     std::memcpy(out + channel, means, sizeof means);
   }
   for (; channel < dim; channel += kLanes) {
     const int64_t count = std::min<int64_t>(kLanes, dim - channel);
-    pool_channels<1>(members, channel, Partial{count}, means);
+    pool_channels<1>(members, next, channel, Partial{count}, means);
     std::memcpy(out + channel, means, count * sizeof(float));
   }
 }
@@ -285,11 +301,13 @@ std::tuple<Tensor, Tensor, Tensor> compress_kv(const Tensor& kv, const Tensor& n
     // Parallel over entries; a row stays in L1 until it is written.
     const int64_t bytes = stages * compress_ratio * dim * 2 * static_cast<int64_t>(sizeof(T));
     torch::stable::parallel_for(0, entries.size(), grain(bytes), [&](int64_t begin, int64_t end) {
-      Members<T> members;
+      Members<T> members, next;
+      gather(entries[begin], next);
       std::vector<float> row(dim), angles(table ? table->rotary_dim() : 0);
       for (int64_t place = begin; place < end; ++place) {
-        gather(entries[place], members);
-        pool(members, dim, row.data());
+        std::swap(members, next);
+        place + 1 < end ? gather(entries[place + 1], next) : next.current.clear();
+        pool(members, next, dim, row.data());
         normalize(row.data(), weights.data(), dim, static_cast<float>(eps));
         if (table && table->load(position_of[place], angles.data()))
           rotate(row.data() + dim - table->rotary_dim(), angles.data(), table->rotary_dim(), true);
