@@ -62,7 +62,9 @@ def read(path: str | os.PathLike[str]) -> Profile:
     try:
         found = toml().loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # a TOMLDecodeError is a ValueError
-        raise ArgumentError(f"profile {path} cannot be read ({error}); `kvbackend tune` writes one: make it") from error
+        raise ArgumentError(
+            f"profile {str(path)!r} cannot be read ({error}); `kvbackend tune` writes one: make it"
+        ) from error
     if found.pop("schema", None) != SCHEMA:
         raise ArgumentError(f"profile {path} is no {SCHEMA}; it must be one that `kvbackend tune` wrote: make it again")
     known = {field.name: field for field in fields(Profile)}
@@ -146,7 +148,7 @@ def toml() -> Any:
 
 def alone(profile: str | None, given: Iterable[str]) -> None:
     """Raise ArgumentError where options say again what a profile says."""
-    if profile and (others := list(given)):
+    if profile is not None and (others := list(given)):
         raise ArgumentError(
             f"--profile is given with {', '.join(others)}; a profile says how tokens are stored: give one of the two"
         )

@@ -29,8 +29,9 @@ SETTINGS = Settings(
 )
 TEXT = texts.builtin()[:20000]
 KEYS = {
-    "name", "perplexity", "perplexity_change", "kl", "top1_agreement", "needle", "cache_bytes", "cache_bytes_fp16",
-    "backends", "exact_recall", "code", "repetition", "loss_by_position", "pareto", "tokens_per_s",
+    "name", "perplexity", "perplexity_change", "perplexity_change_margin", "kl", "top1_agreement", "needle",
+    "cache_bytes", "cache_bytes_fp16", "backends", "exact_recall", "code", "repetition", "loss_by_position", "pareto",
+    "tokens_per_s",
 }  # fmt: skip
 
 
@@ -140,6 +141,28 @@ def test_chunks_are_scored_against_codes(scheme, model, evaluator):
     blocks = -(-(CONTEXT + SCORED) // 16) * ROWS
     assert found["cache_bytes"] == blocks * 16 * sum(side.bytes_per_token(2, DIM) for side in fmt) + fixed
     assert found["cache_bytes_fp16"] == blocks * 16 * 2 * 2 * DIM * 2
+
+
+def test_the_margin_is_that_of_runs_of_tokens(evaluator):
+    """Independent runs, dependent tokens: the standard error of the means of runs, where runs are equally long."""
+    generator = torch.Generator().manual_seed(0)
+    full, own = (measure.Scores(losses=[("code", 5, torch.rand(1, 9))]) for _ in range(2))
+    differences = torch.randn(2, 3, 8, generator=generator) * 0.01 + 0.3  # rows, runs, tokens
+    for part in differences.flatten(2).repeat_interleave(4, -1).unbind(1):  # 4 tokens alike: 32 of a run are 8 numbers
+        base = torch.rand(2, 32, generator=generator, dtype=torch.float64)
+        full.losses.append(("prose", 10, base))
+        own.losses.append(("prose", 10, base + part))
+    means = differences.double().mean(-1).flatten()
+    expected = 1.96 * float(means.std(correction=0)) / len(means) ** 0.5
+    assert measure.margin(own, full) == pytest.approx(expected, rel=1e-9)
+    assert measure.margin(full, full) == 0
+    found = evaluator.evaluate("mxfp4")
+    kept = evaluator.baseline.scores
+    scores = evaluator._run("mxfp4", evaluator.baseline).scores
+    assert found["perplexity_change_margin"] == pytest.approx(
+        measure.margin(scores, kept) * (1 + found["perplexity_change"]), abs=2e-6
+    )
+    assert found["perplexity_change_margin"] > 0
 
 
 def test_full_precision_as_a_scheme_loses_nothing(evaluator):
@@ -301,7 +324,7 @@ def test_table(command, folder):
     code, out, err = command("--model", folder, *SMALL, "int8")
     assert code == 0, err
     assert err == ""
-    for text in ("full precision", "int8 *", "of fp16", "perplexity", "top-1", "configuration"):
+    for text in ("full precision", "int8 *", "of fp16", "perplexity", " ±", "top-1", "configuration"):
         assert text in out
 
 
@@ -352,13 +375,33 @@ def test_schemes_that_a_model_cannot_have_are_left_out_of_lists(command, folder)
         (["int8", *SMALL, "--plot", "/nowhere/x.png"], "--plot is '/nowhere/x.png'; it must be a .png"),
         (["int8", *SMALL, "--plot", "x.table"], "--plot is 'x.table'; it must be a .png"),
         (["int8", *SMALL, "--plot", ""], "--plot is ''; it must be a .png"),
+        (["--profile", ""], "profile '' cannot be read"),
+        (["--calibration", "", *SMALL], " is no file; it must be one that Calibration.save wrote"),
+        (["int8", "--calibration", "x"], "--calibration is 'x', but no SCHEME has a rank"),
+        (["int4,topk=8", *SMALL], "sparse is given with kv_format 'int4', whose keys share scales across tokens"),
+        (["int8,recent=8,topk=8", *SMALL], "sparse is given with keep_recent or keep_sinks"),
+        (["fp8_e4m3,1=int8", *SMALL], "names layers 1-1; the model has layers 0-0"),
+        (["fp8_e4m3:64", *SMALL], "head_dim is 32; fp8_e4m3:64 needs a multiple of its group of 64"),
+        (["bf16,rank=33", *SMALL], "rank is 33; a head has 32 dims"),
+        (["bf16/fp16", *SMALL], "rows that are not codes have one dtype"),
+        (["fp4_e2m1:tensor", *SMALL], "fp4_e2m1:tensor' needs one of shape [1]"),
+        (["int8", "bf16,evict=snapkv:50%", *SMALL], "budget is 30 tokens; SnapKV always keeps 32 recent tokens"),
     ],
 )
-def test_wrong_usage(command, folder, options, message):
+def test_wrong_usage_is_told_before_anything_is_measured(command, folder, options, message, monkeypatch):
+    monkeypatch.setattr(measure, "run", lambda *_: pytest.fail("the baseline ran"))
     code, out, err = command("--model", folder, *options)
     assert code == 2
     assert out == ""
     assert message in err
+
+
+def test_sparse_models_are_refused(tokenizer):
+    from types import SimpleNamespace
+
+    sparse = SimpleNamespace(config=SimpleNamespace(model_type="deepseek_v32", max_position_embeddings=1024))
+    with pytest.raises(ArgumentError, match="model is tiny, whose attention is sparse; commands run dense caches only"):
+        Evaluator(sparse, tokenizer, "tiny", TEXT, "manual", SETTINGS)
 
 
 def test_documents_of_other_commands_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from kvbackend import cli, model_store
+from kvbackend.cache import stages
 
 for name in ("transformers", "tokenizers", "gguf", "accelerate"):
     pytest.importorskip(name, reason=f"{name} is not installed; `kvbackend run` needs it")
@@ -166,10 +168,33 @@ def test_sparse_attention_says_what_it_did(run, folder):
     document = json.loads(out)
     assert document["scheme"] == "auto,topk=32/16,reselect=3"
     assert document["sparse"] == "dense: a choice of 100 tokens would cover all 21"
-    assert document["sparse_seconds"].keys() == {"codec", "index", "top_k", "gather", "attention"}
-    assert document["sparse_seconds"]["attention"] > 0
+    for spent in document["stage_seconds"].values():
+        assert spent.keys() == {"codec", "index", "top_k", "gather", "attention"}
+        assert spent["attention"] > 0
     code, out, err = run("--model", folder, "w1", "--max-new-tokens", 2, *options, *ON_REFERENCE)
-    assert (code, "its stages" in out, "gather in place" in out) == (0, True, True)
+    assert (code, "decode stages" in out, "gather in place" in out) == (0, True, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "prefill", "decode"),
+    [
+        ((), {"attention"}, {"attention"}),
+        (("--kv-format", "int8"), {"codec", "attention"}, {"codec", "attention"}),
+        (("--low-rank", "2"), {"codec", "gather", "attention"}, {"codec", "gather", "attention"}),
+        (("--evict", "snapkv:3:observed=2"), {"index", "attention"}, {"index", "top_k", "gather", "attention"}),
+    ],
+)
+def test_every_stage_is_timed(options, prefill, decode, run, folder, monkeypatch):
+    """By a clock that ticks a second at each look."""
+    ticks = itertools.count()
+    monkeypatch.setattr(stages, "now", lambda device: float(next(ticks)))
+    common = "--model", folder, "--json", "w1 w2 w3 w4", "--max-new-tokens", 8, *ON_REFERENCE
+    code, out, err = run(*common, *options)
+    assert code == 0, err
+    spent = json.loads(out)["stage_seconds"]
+    assert {stage for stage, seconds in spent["prefill"].items() if seconds} == prefill
+    assert {stage for stage, seconds in spent["decode"].items() if seconds} == decode
+    assert spent["decode"]["attention"] >= 7 * LAYERS  # of each step in each layer
 
 
 def test_low_rank_from_a_file_evicted_and_quantized(run, folder, tmp_path):
@@ -264,8 +289,15 @@ def test_chat_template(run, folder, tmp_path):
         (["--block-size", "-1"], "-1 must be 1 or more"),
         (["--kv-format", "int3"], "kv_format is 'int3'; it must be native or one of"),
         (["--kv-format", "fp4_e2m1"], "head_dim is 8; fp4_e2m1 needs a multiple of its group of 16 channels"),
-        (["--kv-format", "fp8_e4m3,0-2=int8"], "names layer 2; the model has layers 0 to 1"),
-        (["--kv-format", "v4_fp8_584"], "a record of 584 bytes"),
+        (["--kv-format", "fp8_e4m3,0-2=int8"], "names layers 0-2; the model has layers 0-1: correct the range"),
+        (["--kv-format", "v4_fp8_584"], "a record of one shared_kv row of 512; kv rows of tiny are key 2 x 8"),
+        (["--kv-format", ""], "the scheme is ''; it starts with a format"),
+        (["--profile", ""], "profile '' cannot be read"),
+        (["--evict", ""], "a setting is NAME=VALUE"),
+        (["--low-rank", ""], "a setting is NAME=VALUE"),
+        (["--sparse-topk", ""], "a setting is NAME=VALUE"),
+        (["--backend", ""], "use names backend ''"),
+        (["--kv-format", "int4", "--sparse-topk", "8"], "sparse is given with kv_format 'int4', whose keys share"),
         (["--kv-format", "int8,keep=8"], "has keep without a policy"),
         (["--evict", "lru:8"], "evict is 'lru:8'; it must be POLICY:KEEP, POLICY one of window, streaming, h2o"),
         (["--evict", "h2o:0"], "keep is '0'"),
@@ -280,6 +312,7 @@ def test_chat_template(run, folder, tmp_path):
         (["--kv-format", "int8,recent=2", "--keep-recent", "4"], "sets recent twice"),
         (["--sparse-reselect", "4"], "--sparse-reselect is given without --sparse-topk"),
         (["--sparse-topk", "8", "--evict", "h2o:8"], "sparse is given with evict"),
+        (["--sparse-topk", "8", "--keep-sinks", "4"], "sparse is given with keep_recent or keep_sinks"),
         (["--keep-recent", "-1"], "-1 must be 0 or more"),
         (["--low-rank", "0"], "ratios is '0'"),
         (["--raw", "--chat"], "not allowed with"),

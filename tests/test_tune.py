@@ -83,12 +83,12 @@ def test_stages_build_on_what_was_accepted():
 
 def test_sparse_attention_must_be_faster_and_layers_may_differ():
     evaluator = Fixed(**{
-        "auto,topk=512": (0.1, 400, 9.0), "auto,topk=256": (0.2, 400, 20.0), "auto,topk=128": (0.3, 400, 15.0),
+        "auto,topk=512": (0.1, 400, 10.4), "auto,topk=256": (0.2, 400, 20.0), "auto,topk=128": (0.3, 400, 15.0),
         "bf16,topk=256": (0.2, 200, 20.0), "fp8_e4m3,topk=256": "has no fp8",
         "bf16,topk=256,2-3=fp4_e2m1": (3.0, 150, 20.0), "bf16,topk=256,0-1=fp4_e2m1": (1.9, 150, 20.0),
     })  # fmt: skip
     accepted, found = climb(evaluator)
-    assert not accepted["auto,topk=512"]  # slower than what was there
+    assert not accepted["auto,topk=512"]  # no faster than noise makes it
     assert accepted["auto,topk=256"]
     assert not accepted["auto,topk=128"]
     assert found["chosen"]["name"] == "bf16,topk=256,0-1=fp4_e2m1"

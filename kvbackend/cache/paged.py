@@ -105,7 +105,7 @@ class PagedCache:
     ) -> None:
         num_blocks, block_size = index(num_blocks), index(block_size)
         self.specs = tuple(layers)
-        self.kv_formats = _formats_of(kv_format, len(self.specs))
+        self.kv_formats = formats_of_layers(kv_format, len(self.specs))
         self.bytes_per_token = _bytes_per_token(self.specs, block_size, dtype, self.kv_formats)
         if not 1 <= num_blocks <= MAX_BLOCKS:
             raise ArgumentError(
@@ -154,7 +154,7 @@ class PagedCache:
     ) -> PagedCache:
         """A cache of as many blocks as fit in memory_bytes, all layers together, their static scales included."""
         specs = tuple(layers)
-        names = _formats_of(kv_format, len(specs))
+        names = formats_of_layers(kv_format, len(specs))
         block_bytes = block_size * _bytes_per_token(specs, block_size, dtype, names)
         fixed_bytes = _fixed_scale_bytes(specs, dtype, names)
         if memory_bytes < block_bytes + fixed_bytes:
@@ -705,8 +705,8 @@ class PagedCache:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
-def _formats_of(kv_format: KVFormats, num_layers: int) -> tuple[str, ...]:
-    """The name of each layer's format."""
+def formats_of_layers(kv_format: KVFormats, num_layers: int) -> tuple[str, ...]:
+    """The name of each layer's format; raises ArgumentError for a list of another length."""
     if isinstance(kv_format, str):
         return (kv_format,) * num_layers
     names = tuple(kv_format(layer) for layer in range(num_layers)) if callable(kv_format) else tuple(kv_format)

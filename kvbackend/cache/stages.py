@@ -8,11 +8,12 @@ from contextlib import contextmanager
 
 import torch
 
-# codec      coding new keys and values as they are written; nothing for numbers, which are copied. Codes that are read
-#            become numbers in registers: that is part of the stage that reads them
-# index      scoring, and learning what it rests on
+# codec      coding or projecting new keys and values as they are written; nothing for numbers, which are copied. Codes
+#            that are read become numbers in registers: that is part of the stage that reads them
+# index      scoring, and learning what it rests on: of what is attended to, or of what eviction keeps
 # top_k      choosing the best
-# gather     rows that are moved first, to be read; nothing where they are read in place
+# gather     rows that are moved: reconstructed from low rank to be read, or to the front when others were evicted;
+#            nothing where they are read in place
 # attention  what is left, which is all of dense attention
 STAGES = ("codec", "index", "top_k", "gather", "attention")
 CHOOSING = ("index", "top_k", "gather")
@@ -60,7 +61,7 @@ def choosing(spent: Mapping[str, float]) -> float:
 
 def told(spent: Mapping[str, float], unit: str = "s", digits: int = 4) -> dict[str, str]:
     """The time of each stage in words."""
-    nothing = {"gather": "in place", "codec": "none"}
+    nothing = {"codec": "none", "index": "none", "top_k": "none", "gather": "in place"}
     return {
         stage: f"{round(time, digits):g} {unit}" if time or stage not in nothing else nothing[stage]
         for stage, time in spent.items()

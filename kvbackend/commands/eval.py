@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import model_store, profile, texts
 from ..errors import ArgumentError
+from ..planner.planning import need_fitting
 from ..planner.schemes import SETTINGS, parse
 from ._output import bar, print_json, print_table
 
@@ -72,19 +74,28 @@ def main(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.compare:
         return compare(args)
-    check: Callable[[str], None] = lambda name: None  # noqa: E731
-    if args.profile:
-        found = profile.read(args.profile)
-        check = found.need_model
-        args.schemes, args.calibration = [*args.schemes, found.scheme], args.calibration or found.calibration or None
-    for scheme in args.schemes:
-        parse(scheme)  # a misspelled one is told before the model loads
+    found = profile.read(args.profile) if args.profile is not None else None
+    if found:
+        args.schemes.append(found.scheme)
+        args.calibration = (found.calibration or None) if args.calibration is None else args.calibration
+    parsed = [parse(scheme) for scheme in args.schemes]  # a misspelled one is told before the model loads
+    if args.calibration is not None and parsed and not any(scheme.rank or scheme.ratios for scheme in parsed):
+        raise ArgumentError(
+            f"--calibration is {args.calibration!r}, but no SCHEME has a rank; it holds projections: leave it out, or "
+            f"add rank or ratios"
+        )
+
+    def check(name: str, folder: Path) -> None:
+        if found:
+            found.need_model(name)
+        need_fitting(folder, args.schemes)
+
     if args.plot is not None:
         from ..evaluate.plot import plot
         from ..pictures import need_plot
 
         need_plot(args.plot)
-    with evaluator(args, lambda: settings_of(args), check) as made:
+    with evaluator(args, lambda: settings_of(args), args.schemes, check) as made:
         schemes = list(args.schemes)
         if args.sweep:
             from ..evaluate import granularity_sweep
@@ -115,12 +126,16 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 @contextmanager
 def evaluator(
-    args: argparse.Namespace, settings: Callable[[], Settings], check: Callable[[str], None] = lambda name: None
+    args: argparse.Namespace,
+    settings: Callable[[], Settings],
+    schemes: Sequence[str] = (),
+    check: Callable[[str, Path], None] = lambda name, folder: None,
 ) -> Iterator[Any]:
     """The model loaded, the sample made, the baseline measured; a bar on a terminal.
 
     settings   called when torch is there
-    check      told the model's name before it loads
+    schemes    refused before anything is measured, where the model cannot have them
+    check      told the model's name and folder before it loads
     """
     text_name, text = texts.read(args.text)
     model_store.need_packages("transformers", "safetensors")
@@ -134,10 +149,11 @@ def evaluator(
     with bar() as step:
         step("loading the model", 0, 1)
         name, folder = model_store.locate(args.model, lambda told: step(told, 0, 1))
-        check(name)
+        check(name, folder)
         device = choose_device("auto")
         tokenizer, model = load(folder, "float32" if device.type == "cpu" else "bfloat16", device)
-        with Evaluator(model, tokenizer, name, text, text_name, settings(), args.calibration, step) as made:
+        about = name, text, text_name, settings(), args.calibration
+        with Evaluator(model, tokenizer, *about, step, schemes) as made:
             yield made
 
 
@@ -156,7 +172,8 @@ def show(document: dict[str, Any]) -> None:
     print_table(COLUMNS, rows, title=f"{document['model']}, {document['text_tokens']} tokens scored")
     configuration = document["configuration"]
     print(
-        f"* no other scheme is better in bytes and perplexity both. Text {configuration['text']}, contexts "
+        f"* no other scheme is better in bytes and perplexity both. ±: 95 percent interval of the change, over runs of "
+        f"tokens. Text {configuration['text']}, contexts "
         f"{', '.join(map(str, configuration['contexts']))}, chunks of {configuration['chunk']}; configuration "
         f"{document['configuration_id']}"
     )
@@ -176,7 +193,7 @@ def cells(entry: dict[str, Any], name: str) -> list[str]:
         name,
         f"{entry['cache_bytes'] / entry['cache_bytes_fp16']:.3f}",
         f"{entry['perplexity']:.3f}",
-        f"{100 * entry['perplexity_change']:+.2f}%" if "perplexity_change" in entry else "",
+        f"{100 * entry['perplexity_change']:+.2f}%{_margin(entry)}" if "perplexity_change" in entry else "",
         f"{entry['kl']:.4f}" if "kl" in entry else "",
         f"{100 * entry['top1_agreement']:.1f}%" if "top1_agreement" in entry else "",
         *("" if entry[key] is None else f"{100 * entry[key]:.0f}%" for key in ("needle", "exact_recall")),
@@ -185,6 +202,11 @@ def cells(entry: dict[str, Any], name: str) -> list[str]:
         f"{100 * entry['repetition']:.0f}%",
         f"{entry['tokens_per_s']:.0f}",
     ]
+
+
+def _margin(entry: dict[str, Any]) -> str:
+    """What follows a change; nothing in documents from before it was measured."""
+    return f" ±{100 * entry['perplexity_change_margin']:.2f}" if "perplexity_change_margin" in entry else ""
 
 
 def compare(args: argparse.Namespace) -> int:

@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     from ..planner.walk import walk
 
     source = _source(args)
-    if args.profile:
+    if args.profile is not None:
         profile.alone(args.profile, [] if args.kv_format == "native" else ["--kv-format"])
         args.kv_format = profile.read(args.profile).scheme
     schemes = [] if args.compare and args.kv_format == "native" else [args.kv_format]

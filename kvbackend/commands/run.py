@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import model_store, profile
 from ..errors import ArgumentError
+from ..planner.planning import need_fitting
 from ..planner.schemes import POLICIES, parse
 from ._output import print_json, print_table
 
@@ -116,12 +117,12 @@ def count(text: str) -> int:
 
 def scheme_of(args: argparse.Namespace) -> str:
     """The scheme that the options for the cache make together."""
-    parts = [args.kv_format or "auto"]
+    parts = ["auto" if args.kv_format is None else args.kv_format]
     parts += [f"{name}={value}" for name, value in (("recent", args.keep_recent), ("sinks", args.keep_sinks)) if value]
-    parts += [f"evict={args.evict}"] if args.evict else []
-    if args.low_rank and not os.path.exists(args.low_rank):
+    parts += [f"evict={args.evict}"] if args.evict is not None else []
+    if args.low_rank is not None and not os.path.exists(args.low_rank):
         parts.append(f"ratios={args.low_rank}")
-    parts += [f"topk={args.sparse_topk}"] if args.sparse_topk else []
+    parts += [f"topk={args.sparse_topk}"] if args.sparse_topk is not None else []
     parts += [f"reselect={args.sparse_reselect}"] if args.sparse_reselect is not None else []
     return ",".join(parts)
 
@@ -130,9 +131,9 @@ def main(args: argparse.Namespace) -> int:
     """Run the command."""
     if not args.prompt.strip():
         raise ArgumentError("prompt is empty; the model needs at least one word: write one")
-    given = profile.read(args.profile) if args.profile else None
+    given = profile.read(args.profile) if args.profile is not None else None
     named = {f"--{name.replace('_', '-')}": getattr(args, name) for name in SCHEME_OPTIONS}
-    profile.alone(args.profile, [name for name, value in named.items() if value])
+    profile.alone(args.profile, [name for name, value in named.items() if value is not None])
     if args.sparse_reselect is not None and not args.sparse_topk:
         raise ArgumentError("--sparse-reselect is given without --sparse-topk; it says how often to choose: add it")
     scheme = parse(given.scheme if given else scheme_of(args))
@@ -149,17 +150,19 @@ def main(args: argparse.Namespace) -> int:
             quieten_transformers()
             from .. import use
             from ..integrations.transformers import PagedCache, new_cache, patch
-            from ..integrations.transformers.schemes import calibrated, largest_numbers, options_of
+            from ..integrations.transformers.schemes import calibrated, largest_numbers, need_dense, options_of
 
-            if args.backend:
+            if args.backend is not None:
                 chosen.enter_context(use(args.backend))
             device = choose_device(args.device)
             name, folder = model_store.locate(args.model, lambda text: step(text, more=True))
             if given:
                 given.need_model(name)
+            need_fitting(folder, [scheme.name], args.block_size)
             step(f"loading {name}")
             dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
             tokenizer, model = load(folder, dtype, device)
+            need_dense(model, name)
             inputs = encode(tokenizer, model, args.prompt, args.chat, args.max_new_tokens).to(device)
 
             def calibration(path: str | None = None) -> Any:
@@ -170,8 +173,9 @@ def main(args: argparse.Namespace) -> int:
             cached = options_of(scheme, model, calibration, largest, args.block_size)
             if args.low_rank and os.path.exists(args.low_rank):
                 cached["low_rank"] = calibration(args.low_rank)
+            cached["timed"] = True
             if "sparse" in cached:
-                cached |= dict(timed=True, dense_below="auto" if args.sparse_from is None else args.sparse_from)
+                cached |= dict(dense_below="auto" if args.sparse_from is None else args.sparse_from)
             patch(model, **cached)
             options: dict[str, Any] = dict(inputs, do_sample=False, pad_token_id=tokenizer.pad_token_id)
             step("warming up")
@@ -179,12 +183,9 @@ def main(args: argparse.Namespace) -> int:
             step("decoding")
         prompt_tokens = inputs["input_ids"].shape[1]
         cache = new_cache(model, num_blocks=-(-(prompt_tokens + args.max_new_tokens) // cached["block_size"]))
-        if not isinstance(cache, PagedCache):
-            raise ArgumentError(
-                f"model is {name}, whose attention is sparse; run tells the figures of dense caches only: call patch "
-                f"and generate from Python"
-            )
-        streamer = make_streamer(tokenizer, show=not args.json)
+        assert isinstance(cache, PagedCache)
+        clock = Clock(lambda: stage_seconds(cache))
+        streamer = make_streamer(tokenizer, clock, show=not args.json)
         if not args.json and not args.chat:
             print(args.prompt, end="", flush=True)
         sequence = model.generate(**options, max_new_tokens=args.max_new_tokens, cache=cache, streamer=streamer)[0]
@@ -198,9 +199,10 @@ def main(args: argparse.Namespace) -> int:
         "prompt_token_ids": inputs["input_ids"][0].tolist(),
         "text": tokenizer.decode(token_ids, skip_special_tokens=True),
         "token_ids": token_ids,
-        **streamer.clock.rates(prompt_tokens),
+        **clock.rates(prompt_tokens),
+        "stage_seconds": (spent := clock.stages()),
         **cache_figures(cache),
-        **sparse_figures(cache, model),
+        **sparse_figures(cache, model, spent["decode"]),
         "kv_format": args.kv_format or scheme.key.replace("native", "auto"),
         "scheme": scheme.name,
         "backends": cache.backends,
@@ -324,8 +326,13 @@ def encode(tokenizer: Any, model: Any, prompt: str, chat: bool, max_new_tokens: 
 
 @dataclass
 class Clock:
-    """When the prompt went in and each token came out."""
+    """When the prompt went in and each token came out.
 
+    look   seconds of each stage of attention so far
+    """
+
+    look: Callable[[], dict[str, float]]
+    prefill: dict[str, float] = field(default_factory=dict)
     start: float = 0.0
     times: list[float] = field(default_factory=list)
 
@@ -334,8 +341,17 @@ class Clock:
         now = time.perf_counter()
         if self.start:
             self.times.append(now)
+            self.prefill = self.prefill or self.look()
         else:
             self.start = now
+
+    def stages(self) -> dict[str, dict[str, float]]:
+        """Seconds of each stage of attention, of the prompt and of decoding after it."""
+        decode = {stage: seconds - self.prefill[stage] for stage, seconds in self.look().items()}
+        return {
+            name: {stage: round(seconds, 4) for stage, seconds in spent.items()}
+            for name, spent in (("prefill", self.prefill), ("decode", decode))
+        }
 
     def rates(self, prompt_tokens: int) -> dict[str, float | None]:
         """Tokens per second; decoding has a rate from the second new token on."""
@@ -347,15 +363,13 @@ class Clock:
         }
 
 
-def make_streamer(tokenizer: Any, show: bool) -> Any:
-    """A streamer for `generate` that keeps a clock and, if asked, prints words as they become complete."""
+def make_streamer(tokenizer: Any, clock: Clock, show: bool) -> Any:
+    """A streamer for `generate` that lets a clock tick and, if asked, prints words as they become complete."""
     from transformers import TextStreamer
 
     class Streamer(TextStreamer):
-        clock = Clock()
-
         def put(self, value: Any) -> None:
-            self.clock.tick()
+            clock.tick()
             if show:
                 super().put(value)
 
@@ -385,16 +399,23 @@ def cache_figures(cache: PagedCache) -> dict[str, Any]:
     }
 
 
-def sparse_figures(cache: PagedCache, model: Any) -> dict[str, Any]:
-    """What sparse attention did and how long its stages took; nothing without it."""
+def stage_seconds(cache: PagedCache) -> dict[str, float]:
+    """Seconds of each stage of attention so far."""
+    assert cache.store is not None
+    return dict(cache.store.stages.seconds)
+
+
+def sparse_figures(cache: PagedCache, model: Any, spent: dict[str, float]) -> dict[str, Any]:
+    """What sparse attention does, and what to do where choosing takes too much of a decode step; nothing without it."""
+    from ..cache import stages
+
     store = cache.store
     if store is None or store.sparse is None:
         return {}
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     return {
         "sparse": store.sparse.explain(0, heads, cache.tokens),
-        "sparse_seconds": {stage: round(seconds, 4) for stage, seconds in store.sparse.seconds.items()},
-        "sparse_advice": store.sparse.advice(),
+        "sparse_advice": stages.advice(spent, store.sparse.sparsity.reselect),
     }
 
 
@@ -413,6 +434,8 @@ def transformers_tokens(model: Any, options: dict[str, Any], max_new_tokens: int
 
 def table(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The closing table, row by row."""
+    from ..cache.stages import told
+
     per_token, fp16 = document["bytes_per_token"], document["bytes_per_token_fp16"]
     decode = document["decode_tokens_per_s"]
     yield "prefill", f"{document['prefill_tokens_per_s']:,} tokens/s ({len(document['prompt_token_ids'])} tokens)"
@@ -427,10 +450,9 @@ def table(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     used, size = document["pages_used"], document["block_size"]
     yield "pages used", f"{used} of {document['pages_total']}, {size} tokens each"
     if "sparse" in document:
-        from ..cache.stages import told
-
         yield "sparse", document["sparse"]
-        yield "its stages", ", ".join(f"{stage} {text}" for stage, text in told(document["sparse_seconds"]).items())
+    for part, spent in document["stage_seconds"].items():
+        yield f"{part} stages", ", ".join(f"{stage} {text}" for stage, text in told(spent).items())
     for op, backend in document["backends"].items():
         yield op, str(backend)
 

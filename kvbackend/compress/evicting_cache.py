@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import formats, ops
 from ..cache import GqaLayer, MlaLayer, PagedCache
 from ..cache.kivi import is_kivi
+from ..cache.stages import Stages
 from ..errors import ArgumentError
 from ..eviction import Policy, StreamingLLM
 from ..ops._math import as_bytes
@@ -111,6 +112,7 @@ class EvictingCache:
         held = len(cache.specs)
         self.cache, self.policy = cache, policy
         self.num_layers = held if num_layers is None else num_layers
+        self.stages = Stages(cache.device, timed=False)  # scoring, choosing and moving; whoever times hands in another
         self.summary_slots, self.slack = summary_slots, slack
         if self.num_layers != held and (held != 1 or self.num_layers < 1):
             raise ArgumentError(
@@ -347,7 +349,8 @@ class EvictingCache:
             raise
         targets = dict(zip(map(id, moved), copies, strict=True))
         for cut in cuts:
-            self._apply(cut, targets.get(id(cut)))
+            with self.stages.time("gather"):
+                self._apply(cut, targets.get(id(cut)))
         for state in states:
             if state.tokens == 0:
                 continue
@@ -390,14 +393,16 @@ class EvictingCache:
             if policy.by_position and cut.kept and not slots:  # as the layer before
                 cut.kept[layer] = next(iter(cut.kept.values()))
                 continue
-            scores = self._scores(cut, layer)  # [1 or Hk, rows]
+            with self.stages.time("index"):
+                scores = self._scores(cut, layer)  # [1 or Hk, rows]
             bias = self._bias[self._pages_of(layer)]
             if bias is not None:  # summaries are no tokens: they are summed up anew
                 sizes = self._rows_of(bias, cut.state.tables[cut.table]).mT  # [Hk, rows]
                 scores = scores.masked_fill(sizes[: len(scores)] > 0, -torch.inf)
-            keep = ops.select_tokens(
-                scores[None], length, real, num_sinks=first, num_recent=last, pooling=pooling, kernel=kernel
-            )
+            with self.stages.time("top_k"):
+                keep = ops.select_tokens(
+                    scores[None], length, real, num_sinks=first, num_recent=last, pooling=pooling, kernel=kernel
+                )
             if bias is not None:
                 keep, summary = self._summarize(cut, layer, keep[0])
                 cut.summaries[layer] = summary

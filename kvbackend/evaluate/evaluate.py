@@ -17,7 +17,7 @@ from ..codecs.split import STATIC
 from ..errors import ArgumentError
 from ..integrations.transformers import new_cache, patch, unpatch
 from ..integrations.transformers.patching import cache_argument
-from ..integrations.transformers.schemes import calibrated, largest_numbers, options_of
+from ..integrations.transformers.schemes import calibrated, largest_numbers, need_dense, need_possible, options_of
 from ..planner.schemes import parse
 from . import measure
 from .sample import Settings, digest, passages
@@ -68,6 +68,7 @@ class Evaluator:
     text, text_name    prose that is scored; the first tokens fit the projections
     settings           how much is measured
     calibration        a file of projections; None: fitted to the text's first tokens when a scheme asks
+    schemes            what `need` judges before anything is measured
     """
 
     def __init__(
@@ -80,11 +81,17 @@ class Evaluator:
         settings: Settings,
         calibration: str | None = None,
         step: Step = lambda scheme, done, total: None,
+        schemes: Sequence[str] = (),
     ) -> None:
         self.model, self.tokenizer, self.name, self.settings, self.step = model, tokenizer, name, settings, step
         self.text, self.text_name, self.calibration_file = text, text_name, calibration
         self.sample = passages(tokenizer, text, settings, getattr(model.config, "max_position_embeddings", None))
         self.total = sum(passage.ids.shape[0] * passage.length for passage in self.sample) + settings.new_tokens
+        need_dense(model, name)
+        if calibration is not None:
+            self.calibration = calibrated(model, tokenizer, calibration)
+        for scheme in schemes:
+            self.need(scheme)
         patch(model)
         self.baseline = self._run(BASELINE, None)
 
@@ -126,6 +133,15 @@ class Evaluator:
         finally:
             patch(self.model)
 
+    def need(self, scheme: str) -> None:
+        """Raise ArgumentError for a scheme that the model or the sample cannot have; nothing runs."""
+        wanted = parse(scheme)
+        need_possible(wanted, self.model)
+        if wanted.evict is not None:
+            policy, slots = wanted.evict.options["evict"], wanted.evict.options.get("summary_slots", 0)
+            for passage in self.sample:
+                policy.need_room(policy.tokens(passage.context), slots)
+
     def evaluate(self, scheme: str) -> dict[str, Any]:
         """The figures of one scheme; raises ArgumentError where the model cannot have it."""
         return self._figures(scheme, self._run(scheme, self.baseline).scores)
@@ -152,6 +168,9 @@ class Evaluator:
             "name": scheme,
             "perplexity": round(perplexity, 5),
             "perplexity_change": round(perplexity / math.exp(full.loss("prose")) - 1, 6),
+            "perplexity_change_margin": round(
+                perplexity / math.exp(full.loss("prose")) * measure.margin(scores, full), 6
+            ),
             "kl": round(scores.kl / count, 6),
             "top1_agreement": round(scores.agreed / count, 5),
             "needle": _share(scores.right.get("needle", [])),
@@ -169,7 +188,7 @@ class Evaluator:
             "backends": scores.backends,
         }
         if scores is full:  # nothing to compare with
-            for key in ("perplexity_change", "kl", "top1_agreement"):
+            for key in ("perplexity_change", "perplexity_change_margin", "kl", "top1_agreement"):
                 del found[key]
             del found["code"]["same_continuation"]
         return found

@@ -49,7 +49,7 @@ class Settings:
                 raise ArgumentError(f"{name} is {value}; it must be 1 or more: pass a count")
 
 
-QUICK = Settings(contexts=(1024,), code_context=384, code_scored=128, new_tokens=24)
+QUICK = Settings(contexts=(1024,), code_context=128, code_scored=64, new_tokens=12)
 
 
 @dataclass(frozen=True)

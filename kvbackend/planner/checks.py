@@ -6,7 +6,8 @@ from math import lcm
 
 from .. import formats
 from ..errors import ArgumentError
-from .schemes import Scheme, is_kivi
+from ..eviction import StreamingLLM
+from .schemes import Scheme, is_kivi, need_layers
 from .shapes import Model, Rows
 
 MOST_TOKENS = 1 << 20  # of a page
@@ -69,11 +70,18 @@ def _check_settings(model: Model, scheme: Scheme) -> None:
         raise ArgumentError(
             f"keep is {scheme.keep}; it must exceed recent + sinks, {scheme.recent + scheme.sinks}: raise keep"
         )
-    for first, last, _ in scheme.by_layer:
-        if not first <= last < len(model.layers):
+    need_layers(scheme, len(model.layers))
+    if scheme.topk and held != {"heads"}:
+        raise ArgumentError(
+            f"the scheme {scheme.name!r} sets topk, which chooses among keys of heads; {model.name} "
+            f"({model.attention}) has none: leave it out (its own selection is counted)"
+        )
+    if scheme.evict is not None and held != {"heads"}:
+        policy, slots = scheme.evict.options["evict"], scheme.evict.options.get("summary_slots")
+        if not policy.by_position or slots or (isinstance(policy, StreamingLLM) and policy.positions == "cache"):
             raise ArgumentError(
-                f"the scheme {scheme.name!r} names layers {first}-{last}; {model.name} has layers 0-"
-                f"{len(model.layers) - 1}: correct the range"
+                f"the scheme {scheme.name!r} evicts by {policy.name}; rows of {model.name} are latent, turned and for "
+                f"all heads (MLA): write evict=window, or evict=streaming with positions=original, without summaries"
             )
 
 

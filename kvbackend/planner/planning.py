@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -22,7 +22,7 @@ from .memory import (
     parse_bytes,
     parse_count,
 )
-from .schemes import Scheme, parse
+from .schemes import Scheme, need_runnable, parse
 from .shapes import Model
 
 # No context is searched for beyond this.
@@ -264,6 +264,21 @@ def plan(
         (),
     )
     return _noted(result)
+
+
+def need_fitting(config: Source, schemes: Iterable[str], block_size: int | None = None) -> None:
+    """Raise ArgumentError, in the words of `plan`, for a scheme that a model cannot have or run, by its config alone.
+
+    A model that `plan` does not know is left to its cache, which judges when it is made.
+    """
+    try:
+        model = load(config)
+    except ArgumentError:
+        model = None
+    for scheme in map(parse, schemes):
+        if model is not None:
+            Cache(model, scheme, block_size or default_block_size(model, scheme))
+        need_runnable(scheme)
 
 
 def _device(name: str | None, memory: int | str | None, bandwidth: int | str | None) -> Device | None:

@@ -8,6 +8,7 @@ run` runs it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from fractions import Fraction
 from typing import Any
@@ -101,6 +102,11 @@ class Scheme:
     sinks: int = 0
     by_layer: tuple[tuple[int, int, str], ...] = field(default=())
 
+    @property
+    def policy(self) -> eviction.Policy | None:
+        """What evicts, if it is said."""
+        return None if self.evict is None else self.evict.options["evict"]
+
     def formats_of(self, model: Model, layer: int, rows: Rows) -> tuple[str, str]:
         """Names of the formats of K and V (equal unless rows hold heads) for `rows` of one layer of a model."""
         key, value = self.key, self.value or self.key
@@ -178,33 +184,105 @@ def parse(text: str) -> Scheme:
         raise ArgumentError(f"the scheme {text!r} has rank and ratios; both set the rank of a layer: give one of them")
     if "reselect" in found and "topk" not in found:
         raise ArgumentError(f"the scheme {text!r} has reselect without topk; it says how often topk chooses: add topk")
+    if "scales" in found and ("rank" in found or "ratios" in found):
+        raise ArgumentError(
+            f"the scheme {text!r} has scales=amax with a rank; scales are fitted to keys and values as a model makes "
+            f"them: leave scales out"
+        )
     if "evict" in found and any(setting.startswith("keep") for setting in settings):
         raise ArgumentError(f"the scheme {text!r} has keep and evict; both say how many tokens stay: give one of them")
+    scheme = Scheme(text, by_layer=tuple(by_layer), **found)  # type: ignore[arg-type]
+    stored = rows, *(name for _, _, name in by_layer)
     need_compatible(
-        evict="evict" in found,
-        kept=bool(found.get("recent") or found.get("sinks")),
-        sparse="topk" in found,
-        low_rank="rank" in found or "ratios" in found,
+        kv_formats=stored,
+        evict=scheme.policy,
+        kept=bool(scheme.recent or scheme.sinks),
+        sparse=bool(scheme.topk),
+        low_rank=bool(scheme.rank or scheme.ratios),
+        alike=len(set(stored)) == 1 and len(set(scheme.ratios)) < 2 and not scheme.scales,
     )
-    return Scheme(text, by_layer=tuple(by_layer), **found)  # type: ignore[arg-type]
+    return scheme
 
 
-def need_compatible(*, evict: bool, kept: bool, sparse: bool, low_rank: bool) -> None:
+def need_compatible(
+    *,
+    kv_formats: Iterable[str],
+    evict: eviction.Policy | None,
+    kept: bool,
+    sparse: bool,
+    low_rank: bool,
+    alike: bool,
+) -> None:
     """Raise ArgumentError for ways to compress that exclude each other: a scheme's, or a cache's options.
 
-    kept   some tokens stay in full precision
+    kv_formats   those that layers have
+    kept         some tokens stay in full precision
+    alike        all layers have the same format, rank and scales
     """
-    if evict and kept:
-        raise ArgumentError(
-            "evict is given with keep_recent or keep_sinks; rows that move would leave their full-precision copies "
-            "behind: give one of the two (policies have recent tokens and sinks of their own)"
-        )
-    for name, given in (("evict", evict), ("low_rank", low_rank)):
-        if sparse and given:
+    ways = {"evict": evict is not None, "sparse": sparse, "low_rank": low_rank}
+    for name in ("evict", "sparse"):
+        if ways[name] and kept:
+            raise ArgumentError(
+                f"{name} is given with keep_recent or keep_sinks; rows that move would leave their full-precision "
+                f"copies behind, and chosen ones are read in one place: give one of the two (policies, and what is "
+                f"chosen, have recent tokens and sinks of their own)"
+            )
+        for kv_format in kv_formats:
+            if ways[name] and is_kivi(kv_format.partition("/")[0]):
+                raise ArgumentError(
+                    f"{name} is given with kv_format {kv_format!r}, whose keys share scales across tokens; single "
+                    f"tokens are moved, or read: choose a format with scales per token, such as fp4_e2m1 or int8"
+                )
+    for name in ("evict", "low_rank"):
+        if sparse and ways[name]:
             raise ArgumentError(
                 f"sparse is given with {name}; tokens are chosen among rows as the model made them, all of them: give "
                 f"one of the two"
             )
+    if evict is not None and low_rank and not (evict.by_position or evict.query_dependent):
+        raise ArgumentError(
+            f"evict is {evict.name}, which chooses by keys, and low_rank keeps latent rows in their place: use a "
+            f"policy by position or by attention, or leave low_rank out"
+        )
+    if evict is not None and not alike:
+        need_one_budget(evict)
+
+
+def need_one_budget(policy: eviction.Policy) -> None:
+    """Raise ArgumentError for a policy that layers of different formats, ranks or scales cannot have."""
+    if policy.by_layer:
+        raise ArgumentError(
+            f"{policy.name} gives layers budgets of their own over one pool; ranks, formats and scales must then be "
+            f"the same in all layers: pass one of each, or a policy with one budget"
+        )
+
+
+def need_layers(scheme: Scheme, num_layers: int) -> None:
+    """Raise ArgumentError for a scheme that names layers which a model of so many does not have, or lists that do not
+    stretch over them."""
+    for first, last, _ in scheme.by_layer:
+        if not first <= last < num_layers:
+            raise ArgumentError(
+                f"the scheme {scheme.name!r} names layers {first}-{last}; the model has layers 0-{num_layers - 1}: "
+                f"correct the range"
+            )
+    for name, told in (("ratios", "ratios"), ("topk", "topk (--sparse-topk)")):
+        if entries := getattr(scheme, name):
+            stretched(told, entries, num_layers)
+
+
+def need_runnable(scheme: Scheme) -> None:
+    """Raise ArgumentError for what `plan` counts and the models that are run here cannot have."""
+    if scheme.index or scheme.window:
+        raise ArgumentError(
+            f"the scheme {scheme.name!r} names a format of index keys or windows; the models that are run here have "
+            f"none: leave + and window out"
+        )
+    if scheme.keep is not None and scheme.evict is None:
+        raise ArgumentError(
+            f"the scheme {scheme.name!r} has keep without a policy; which tokens stay must be said to run it: write "
+            f"evict=snapkv:{scheme.keep}"
+        )
 
 
 def parse_eviction(text: str) -> Eviction:
@@ -281,7 +359,7 @@ def _whole(name: str, given: str, least: int) -> int:
 
 def is_kivi(name: str) -> bool:
     """True for a format whose key scales span tokens."""
-    return name not in (*formats.record_names(), "native") and formats.get(name).granularity == "kivi"
+    return name not in (*formats.record_names(), "native", "auto") and formats.get(name).granularity == "kivi"
 
 
 def stretched(name: str, entries: tuple[int, ...], num_layers: int) -> list[int]:

@@ -356,6 +356,9 @@ def test_summaries_of_codes_are_those_of_rows(llama):
         (dict(evict=H2O(8), keep_recent=4), "give one of the two"),
         (dict(kv_format=["bf16", "fp16"]), "rows that are not codes have one dtype"),
         (dict(kv_fromat="int8"), "PagedCache has no option kv_fromat"),
+        (dict(evict=PyramidKV(8, observed=2), kv_format=["int8", "auto"]), "must then be the same in all layers"),
+        (dict(evict=L2Norm(8), low_rank=()), "chooses by keys"),
+        (dict(evict=H2O(8), kv_format="int4"), "evict is given with kv_format 'int4', whose keys share scales"),
     ],
 )
 def test_wrong_options_are_told_before_anything_runs(options, match, llama):
@@ -369,14 +372,15 @@ def test_wrong_options_are_told_before_anything_runs(options, match, llama):
     [
         (dict(kv_format="mxfp4", low_rank="pairs"), "head_dim is 16; mxfp4 needs a multiple"),
         (dict(kv_format=["int8"] * 3), "kv_format has 3 entries for 2 layers"),
-        (dict(evict=PyramidKV(8, observed=2), kv_format=["int8", "auto"]), "must then be the same in all layers"),
-        (dict(evict=L2Norm(8), low_rank="pairs"), "chooses by keys"),
+        (dict(kv_format=["int8"] * 3, evict=PyramidKV(20, observed=2)), "kv_format has 3 entries for 2 layers"),
+        (dict(evict=PyramidKV(20, observed=2), low_rank="uneven"), "must then be the same in all layers"),
         (dict(low_rank=random_pairs(16)[:1]), "low_rank has 1 layers"),
         (dict(evict=SlidingWindow(8), prompt_lookup_num_tokens=2), "crop|in a cache that evicts"),  # who says it first
     ],
 )
 def test_what_a_cache_cannot_have_is_told_at_the_first_forward(options, match, llama):
-    options = {name: random_pairs(16) if value == "pairs" else value for name, value in options.items()}
+    pairs = {"pairs": random_pairs(16), "uneven": [random_pairs(16)[0], random_pairs(8)[1]]}
+    options = {name: pairs[value] if value in ("pairs", "uneven") else value for name, value in options.items()}
     lookup = {name: options.pop(name) for name in ("prompt_lookup_num_tokens",) if name in options}
     model = patch(llama, **options)
     try:

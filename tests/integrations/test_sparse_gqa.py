@@ -78,7 +78,7 @@ def test_choosing_few_reads_few() -> None:
     ("options", "message"),
     [
         (dict(sparse=Sparsity(8), evict=H2O(16)), "sparse is given with evict"),
-        (dict(sparse_prompt=True), "sparse_prompt, dense_below or timed is given without sparse"),
+        (dict(sparse_prompt=True), "sparse_prompt or dense_below is given without sparse"),
         (dict(dense_below=9), "given without sparse"),
     ],
 )

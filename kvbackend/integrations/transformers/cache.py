@@ -132,7 +132,8 @@ class PagedCache(Cache):
     sparse       a `kvbackend.cache.Sparsity`: decode steps attend to the tokens that they choose. Layers with a sliding
                  window do not choose; beams learn their pages anew when they change places
     sparse_prompt   queries of a prompt choose too
-    dense_below, timed   as in `kvbackend.cache.SparseAttention`, which is `store.sparse`
+    dense_below  as in `kvbackend.cache.SparseAttention`, which is `store.sparse`
+    timed        add up seconds of each of `kvbackend.cache.stages` in `store.stages.seconds`; waits for the device
     rope_cos_sin the model's table [P, rotary_dim], for low rank and StreamingLLM; `new_cache(model)` knows it
 
     Tokens are evicted, then projected, then stored in the format.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ... import compress, formats, texts
-from ...cache import Sparsity
-from ...compress import Calibration
+from ...cache import GqaLayer, MlaLayer, Sparsity
+from ...compress import Calibration, lowrank
 from ...errors import ArgumentError
-from ...planner.schemes import FULL_PRECISION, Scheme, parse, ranks, stretched
-from .store import projections
+from ...planner.schemes import FULL_PRECISION, Scheme, need_layers, need_runnable, parse, ranks, stretched
+from .families import FAMILIES
+from .store import Options, Store, projections
 
 DEFAULT_BLOCK = 16  # tokens
 LARGEST_CODE = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp4_e2m1": 6.0, "nvfp4": 448.0 * 6.0}
@@ -41,6 +43,8 @@ def options_of(
     wanted = parse(scheme) if isinstance(scheme, str) else scheme
     config = model.config.get_text_config(decoder=True)
     num_layers = config.num_hidden_layers
+    need_runnable(wanted)
+    need_layers(wanted, num_layers)
     names = _formats(wanted, num_layers)
     spans = [
         fmt.group
@@ -58,15 +62,8 @@ def options_of(
         options["dtype"] = getattr(torch, formats.get(FULL_PRECISION).storage)
     if wanted.evict is not None:
         options |= wanted.evict.options
-    elif wanted.keep is not None:
-        raise ArgumentError(
-            f"the scheme {wanted.name!r} has keep without a policy; which tokens stay must be said to run it: write "
-            f"evict=snapkv:{wanted.keep}"
-        )
     if wanted.topk:
-        options["sparse"] = Sparsity(
-            stretched("topk (--sparse-topk)", wanted.topk, num_layers), reselect=wanted.reselect
-        )
+        options["sparse"] = Sparsity(stretched("topk", wanted.topk, num_layers), reselect=wanted.reselect)
     if wanted.scales is not None:
         options["scales"] = _scales(wanted, names, largest)
     if wanted.rank or wanted.ratios:
@@ -74,18 +71,44 @@ def options_of(
     return options
 
 
+def need_dense(model: Any, name: str) -> None:
+    """Raise ArgumentError for a model whose cache is no PagedCache, and so has neither schemes nor their figures."""
+    if model.config.model_type in FAMILIES:
+        raise ArgumentError(
+            f"model is {name}, whose attention is sparse; commands run dense caches only: call patch and generate from "
+            f"Python"
+        )
+
+
+def need_possible(scheme: Scheme, model: Any) -> None:
+    """Raise ArgumentError for a scheme that the cache of a model cannot have: one is made, of shapes alone.
+
+    Stand-ins take the place of what is fitted or measured.
+    """
+    config = model.config.get_text_config(decoder=True)
+    num_layers, latent = config.num_hidden_layers, getattr(config, "kv_lora_rank", None)
+    heads = config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    one = torch.ones(heads, dim)
+    options = options_of(
+        replace(scheme, rank=None, value_rank=None, ratios=()), model, largest=lambda: [(one, one)] * num_layers
+    )
+    if scheme.rank or scheme.ratios:
+        whole = lowrank.identity(heads, dim)
+        sides = [ranks(scheme, num_layers, dim, value) for value in (False, True)]
+        options["low_rank"] = [
+            (whole.truncated(key), whole.truncated(value)) for key, value in zip(*sides, strict=True)
+        ]
+    options["rope_cos_sin"] = torch.empty(1, dim, device="meta")
+    made = Options(**options)
+    spec = MlaLayer(latent, config.qk_rope_head_dim) if latent else GqaLayer(heads, dim)
+    Store(
+        made, spec, num_layers, 1, made.page_dtype() or model.dtype, torch.device("meta"), lambda name, arguments: None
+    )
+
+
 def _formats(scheme: Scheme, num_layers: int) -> list[str]:
     """The kv_format of every layer."""
-    if scheme.index or scheme.window:
-        raise ArgumentError(
-            f"the scheme {scheme.name!r} names a format of index keys or windows; the models that are run here have "
-            f"none: leave + and window out"
-        )
-    if out := [last for _, last, _ in scheme.by_layer if last >= num_layers]:
-        raise ArgumentError(
-            f"the scheme {scheme.name!r} names layer {max(out)}; the model has layers 0 to {num_layers - 1}: stay "
-            f"within these"
-        )
     own = (scheme.key, scheme.value or scheme.key)
     named = []
     for layer in range(num_layers):
@@ -103,10 +126,10 @@ def _formats(scheme: Scheme, num_layers: int) -> list[str]:
 
 def _scales(scheme: Scheme, names: list[str], largest: Callable[[], Largest] | None) -> list[dict[str, Tensor]]:
     """The static scales of every layer whose format has some: the largest number becomes the largest code."""
-    if largest is None or scheme.rank or scheme.ratios:
+    if largest is None:
         raise ArgumentError(
-            f"the scheme {scheme.name!r} has scales=amax {'with a rank' if largest else 'but nothing was measured'}; "
-            f"scales are fitted to keys and values as a model makes them: leave scales out"
+            f"the scheme {scheme.name!r} has scales=amax but nothing was measured; scales are fitted to keys and "
+            f"values as a model makes them: leave scales out"
         )
     found = []
     for name, sides in zip(names, largest(), strict=True):
@@ -178,4 +201,4 @@ def calibrated(model: Any, tokenizer: Any, path: str | Path | None = None, text:
     return compress.calibrate(model, list(ids.split(min(1024, context))), rank=max(1, dims[0] - 1))
 
 
-__all__ = ["calibrated", "largest_numbers", "options_of"]
+__all__ = ["calibrated", "largest_numbers", "need_dense", "need_possible", "options_of"]

@@ -8,6 +8,7 @@ keys and those of StreamingLLM are kept before RoPE: turned back when they come,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from ... import cache, formats, ops
 from ...cache import GqaLayer, MlaLayer, SparseAttention, Sparsity
+from ...cache.paged import formats_of_layers
+from ...cache.parts import is_quantized
+from ...cache.stages import Stages
 from ...compress import Calibration, EvictingCache, Policy, Projection, StreamingLLM, lowrank
 from ...errors import ArgumentError
-from ...planner.schemes import need_compatible
+from ...planner.schemes import need_compatible, need_one_budget
 
 PLAIN_FORMATS = ("fp32", "bf16", "fp16")
 
@@ -57,16 +61,18 @@ class Options:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; it must be 0 or more: pass a count of tokens")
         if self.evict is None and (self.summary_slots or self.slack):
             raise ArgumentError("summary_slots or slack is given without evict; they belong to a policy: pass one")
-        if self.sparse is None and (self.sparse_prompt or self.dense_below or self.timed):
+        if self.sparse is None and (self.sparse_prompt or self.dense_below):
             raise ArgumentError(
-                "sparse_prompt, dense_below or timed is given without sparse; they say how tokens are chosen: pass a "
+                "sparse_prompt or dense_below is given without sparse; they say how tokens are chosen: pass a "
                 "kvbackend.cache.Sparsity, or leave them out"
             )
         need_compatible(
-            evict=self.evict is not None,
+            kv_formats=self.formats(),
+            evict=self.evict,
             kept=bool(self.keep_recent or self.keep_sinks),
             sparse=self.sparse is not None,
             low_rank=self.low_rank is not None,
+            alike=len(self.formats()) == 1 and self.scales is None,
         )
         self.page_dtype()
 
@@ -174,30 +180,28 @@ class Store:
             assert isinstance(spec, GqaLayer)
             stored = [GqaLayer(spec.kv_heads, key.rank, value.rank) for key, value in self.pairs]
             self.pairs = [(key.to(dtype, device), value.to(dtype, device)) for key, value in self.pairs]
-        names, scales = options.kv_format, options.scales
+        names = formats_of_layers(options.kv_format, num_layers)
         policy = options.evict
         self.tables = num_layers if policy is not None and policy.by_layer else 1
         if self.tables > 1:
-            names, scales = _of_one_layer(policy, stored, names, scales)
-            stored = stored[:1]
+            assert policy is not None
+            if len(set(stored)) > 1:
+                need_one_budget(policy)
+            names, stored = names[:1], stored[:1]
         if options.before_rope:
             self._need_rope()
-        if self.pairs is not None and policy is not None and not (policy.by_position or policy.query_dependent):
-            raise ArgumentError(
-                f"evict is {policy.name}, which chooses by keys, and low_rank keeps latent rows in their place: use a "
-                f"policy by position or by attention, or leave low_rank out"
-            )
         self.pages = cache.PagedCache(
-            stored, num_blocks * self.tables, options.block_size, dtype, device, kv_format=names, scales=scales,
+            stored, num_blocks * self.tables, options.block_size, dtype, device, kv_format=names, scales=options.scales,
             keep_recent=options.keep_recent, keep_sinks=options.keep_sinks,
         )  # fmt: skip
         self.sparse: SparseAttention | None = None
         if options.sparse is not None:
             self.sparse = SparseAttention(self.pages, options.sparse, options.dense_below, options.timed)
+        self.stages = Stages(device, options.timed) if self.sparse is None else self.sparse.stages
         self.kept: _Kept | None = None
         if policy is not None:
             self.kept = _Kept(self.pages, policy, num_layers, options.summary_slots, options.slack)
-            self.kept.store = self
+            self.kept.store, self.kept.stages = self, self.stages
         self.rows: list[int] = []  # a sequence for each row of the batch
         self.counts: list[int] = []  # new tokens of each in this forward
         self.slots: tuple[Tensor, ...] = ()  # [T] int64, for each layer
@@ -274,6 +278,42 @@ class Store:
 
         options   of paged_attention: window, softcap, sinks
         """
+        if self.sparse is not None:
+            return self._attend_sparse(layer, q, k, v, scale, **options)
+        pages = self._pages_of(layer)
+        with self._coding(pages):
+            self._write(layer, k, v)
+        if self.kept is None and self.pairs is None:
+            self._tell("paged_attention", q=q, softmax_scale=scale, **self.batch(), **pages.arguments, **options)
+            with self.stages.time("attention"):
+                return self.pages.attend(layer, q, self.rows, self.counts, scale, **options)[0]
+        with self.stages.time("gather") if self.pairs is not None else nullcontext():
+            keys = pages.arguments if self.pairs is None else self.reconstructed(layer)
+        with self.stages.time("attention"):
+            if self.options.by_row:
+                assert self.kept is not None
+                q = self._turned(q, inverse=True)
+                q = self._turned(q, self.kept.positions(self.rows, self.counts))
+                if self.pairs is None:
+                    keys["rope_cos_sin"] = self.options.rope_cos_sin
+            arguments = dict(**self._batch_of(layer), **keys, q=q, softmax_scale=scale, **options)
+            self._tell("paged_attention", **arguments)
+            out, _ = ops.paged_attention(**arguments)
+        if self.kept is not None:
+            seen = dict(options)
+            if self.options.by_row and self.pairs is None:
+                seen["rope_cos_sin"] = self.options.rope_cos_sin
+            with self.stages.time("index"):
+                self.kept.observe(layer, self.rows, self.counts, q, scale, **seen)
+        if self.pairs is not None:  # attention averages latent values; what stands for them comes after
+            up = self.pairs[layer][1].up
+            with self.stages.time("attention"):
+                basis = up.repeat_interleave(out.shape[1] // up.shape[0], 0)
+                out = ops.lowrank_reconstruct(out, basis)
+        return out
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Turn back, project and store new keys and values, as far as each is asked for."""
         pages = self._pages_of(layer)
         if self.options.before_rope:
             k = self._turned(k, inverse=True)
@@ -281,40 +321,16 @@ class Store:
             down = [side.down for side in self.pairs[layer]]
             self._tell("lowrank_project", x=k, projection=down[0])
             k, v = ops.lowrank_project(k, down[0]), ops.lowrank_project(v, down[1])
-        if self.sparse is not None:
-            return self._attend_sparse(layer, q, k, v, scale, **options)
         if pages.key_groups:  # coded in groups, when these are full
             self._tell("quantize_kv", x=k[:0], kv_format=formats.pair(pages.kv_format)[0])
         else:
             self._tell("reshape_and_cache", key=k, value=v, slot_mapping=self.slots[layer], **pages.arguments)
         pages.write(self.slots[layer], k, v)
-        if self.options.by_row:
-            assert self.kept is not None
-            q = self._turned(q, inverse=True)
-            q = self._turned(q, self.kept.positions(self.rows, self.counts))
-        if self.kept is None and self.pairs is None:
-            self._tell("paged_attention", q=q, softmax_scale=scale, **self.batch(), **pages.arguments, **options)
-            return self.pages.attend(layer, q, self.rows, self.counts, scale, **options)[0]
-        arguments = self._batch_of(layer)
-        if self.pairs is not None:
-            arguments |= self.reconstructed(layer)
-        else:
-            arguments |= pages.arguments
-            if self.options.by_row:
-                arguments["rope_cos_sin"] = self.options.rope_cos_sin
-        arguments |= dict(q=q, softmax_scale=scale, **options)
-        self._tell("paged_attention", **arguments)
-        out, _ = ops.paged_attention(**arguments)
-        if self.kept is not None:
-            seen = dict(options)
-            if self.options.by_row and self.pairs is None:
-                seen["rope_cos_sin"] = self.options.rope_cos_sin
-            self.kept.observe(layer, self.rows, self.counts, q, scale, **seen)
-        if self.pairs is not None:  # attention averages latent values; what stands for them comes after
-            up = self.pairs[layer][1].up
-            basis = up.repeat_interleave(out.shape[1] // up.shape[0], 0)
-            out = ops.lowrank_reconstruct(out, basis)
-        return out
+
+    def _coding(self, pages: Any) -> AbstractContextManager[None]:
+        """Times a write that makes codes or latent rows; one that copies numbers is no stage."""
+        coded = self.pairs is not None or is_quantized(pages.kv_format)
+        return self.stages.time("codec") if coded else nullcontext()
 
     def _attend_sparse(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = -1, **options: Any
@@ -328,7 +344,8 @@ class Store:
         self.sparse.write(layer, self.rows, self.counts, self.slots[layer], k, v)
         call = layer, q, self.rows, self.counts, scale
         if window > 0 or (max(self.counts, default=0) > 1 and not self.options.sparse_prompt):
-            return self.pages.attend(*call, window=window, **options)[0]
+            with self.stages.time("attention"):
+                return self.pages.attend(*call, window=window, **options)[0]
         chosen, size = self.slots[layer].new_zeros(len(q), k.shape[1], 1), self.sparse.sparsity.page_size
         bounds = k.new_zeros(1, 1, *k.shape[1:])
         self._tell("page_logits", q=q, low_cache=bounds, high_cache=bounds, **batch, page_size=size)
@@ -341,13 +358,15 @@ class Store:
         """The same for MLA: rows [T, kv_lora_rank | rope], absorbed queries [T, H, kv_lora_rank | rope]."""
         pages = self._pages_of(layer)
         self._tell("concat_and_cache_mla", ckv=ckv, kpe=kpe, slot_mapping=self.slots[layer], **pages.arguments)
-        pages.write(self.slots[layer], ckv, kpe)
+        with self._coding(pages):
+            pages.write(self.slots[layer], ckv, kpe)
         names = dict(zip(("q_nope", "q_pe"), q, strict=True))
         arguments = dict(**names, softmax_scale=scale, **self._batch_of(layer), **pages.arguments)
         self._tell("mla_attention", **arguments)
-        if self.kept is None:
-            return self.pages.attend(layer, q, self.rows, self.counts, scale)[0]
-        out: Tensor = ops.mla_attention(**arguments)[0]
+        with self.stages.time("attention"):
+            if self.kept is None:
+                return self.pages.attend(layer, q, self.rows, self.counts, scale)[0]
+            out: Tensor = ops.mla_attention(**arguments)[0]
         return out
 
     def batch(self) -> dict[str, Any]:
@@ -458,15 +477,3 @@ class _Kept(EvictingCache):
         if self.store.pairs is None:
             return super().key_arguments(layer)
         return {"key_cache": self.store.reconstructed(layer)["key_cache"]}
-
-
-def _of_one_layer(policy: Policy | None, stored: Sequence[Any], names: Any, scales: Any) -> tuple[Any, Any]:
-    """The format and scales of the one layer of a cache whose model layers have tables of their own."""
-    assert policy is not None
-    same = isinstance(names, str) or len(set(names)) == 1
-    if len(set(stored)) > 1 or not same or scales is not None:
-        raise ArgumentError(
-            f"{policy.name} gives layers budgets of their own over one pool; ranks, formats and scales must then be "
-            f"the same in all layers: pass one of each, or a policy with one budget"
-        )
-    return (names if isinstance(names, str) else names[0]), None
