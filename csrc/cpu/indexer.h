@@ -42,9 +42,13 @@ class PlainKeys {
     ahead.add(row(block, slot), dim_ * static_cast<int64_t>(sizeof(T)));
   }
 
- private:
+  // Whether neighbours in a block can be multiplied where they lie, row() and slot_stride() numbers on.
+  bool in_place() const { return stride_ == 1 && dim_ % kPair == 0; }
+  int64_t slot_stride() const { return slot_; }
+
   const T* row(int64_t block, int64_t slot) const { return data_ + block * block_ + slot * slot_; }
 
+ private:
   const T* data_;
   int64_t block_, slot_, stride_, dim_;
 };
@@ -164,6 +168,14 @@ struct KeyTile {
 
   void clear() { count = segments = 0; }
 
+  // Whether keys [first, end) are there and lie one after the other.
+  bool adjacent(int64_t first, int64_t end) const {
+    bool all = there[first];
+    for (int64_t n = first + 1; n < end; ++n)
+      all &= there[n] & (block[n] == block[first]) & (slot[n] == slot[first] + n - first);
+    return all;
+  }
+
   // Appends keys from `first` on, as many as there is room for, at most `wanted`; returns how many.
   int64_t append(const Pages& pages, int64_t sequence, int64_t first, int64_t wanted) {
     const int64_t some = std::min(wanted, kTile - count), at = count;
@@ -227,10 +239,10 @@ class CandidateTiles {
 
 // --------------------------------------------------------------------------------------------------------- the loops
 
-// out[n] = sum over rows of weights[row] * relu(scores[n, row]); rows that `mask` leaves out count nothing. Scores and
-// out may be touched up to a multiple of 4 keys.
-inline void weigh_heads(const float* scores, int64_t count, int64_t width, const float* weights, const uint32_t* mask,
-                        float* out) {
+// out[n] = sum over rows of weights[row] * relu(scores[n * key + row * step]), where step is 1 within a vector; rows
+// that `mask` leaves out count nothing. Scores and out may be touched up to a multiple of 4 keys.
+inline void weigh_heads(const float* scores, int64_t count, int64_t key, int64_t step, int64_t width,
+                        const float* weights, const uint32_t* mask, float* out) {
   for (int64_t n = 0; n < count; n += 4) {
     Vec sum[4] = {};
     for (int64_t row = 0; row < width; row += kLanes) {
@@ -239,7 +251,7 @@ inline void weigh_heads(const float* scores, int64_t count, int64_t width, const
       std::memcpy(&used, mask + row, sizeof used);
 #pragma GCC unroll 4
       for (int k = 0; k < 4; ++k) {
-        const Vec score = maximum(Vec{}, load(scores + (n + k) * width + row));  // NaN stays
+        const Vec score = maximum(Vec{}, load(scores + (n + k) * key + row * step));  // NaN stays
         sum[k] += weight * (Vec)((BitVec)score & used);
       }
     }
@@ -247,6 +259,36 @@ inline void weigh_heads(const float* scores, int64_t count, int64_t width, const
     std::memcpy(out + n, &quad, sizeof quad);
   }
 }
+
+#if defined(__AMX_BF16__)
+// Scores of kSide keys, `stride` numbers apart, and R tiles of packed queries, tile by tile [R, kSide, kSide].
+template <int R, class Ahead>
+void score_side(const bf16* queries, int64_t dim, const bf16* keys, int64_t stride, float* scores, Ahead& ahead) {
+  each<R>([](auto r) { tile_zero<r>(); });
+  const int64_t key_bytes = stride * static_cast<int64_t>(sizeof(bf16));
+  const auto multiply = [&](auto part, int64_t d) {
+    each<R>([&](auto r) {
+      tile_load<6 + r % 2>(queries + r * kSide * dim + d * kSide, 64);
+      tile_multiply<r, 4 + part, 6 + r % 2>();
+    });
+  };
+  int64_t d = 0;
+  for (; d + 2 * kDepth <= dim; d += 2 * kDepth) {  // the second keys are on their way while the first are multiplied
+    tile_load<4>(keys + d, key_bytes);
+    tile_load<5>(keys + d + kDepth, key_bytes);
+    ahead.step();
+    multiply(std::integral_constant<int, 0>{}, d);
+    ahead.step();
+    multiply(std::integral_constant<int, 1>{}, d + kDepth);
+  }
+  if (d < dim) {
+    tile_load<4>(keys + d, key_bytes);
+    ahead.step();
+    multiply(std::integral_constant<int, 0>{}, d);
+  }
+  each<R>([&](auto r) { tile_store<r>(scores + r * kSide * kSide, 64); });
+}
+#endif
 
 // What a thread needs to score keys.
 template <class T, class Keys>
@@ -285,9 +327,7 @@ class IndexWorker {
       const KeyTile& tile = tiles[turn];
       next_tile(tiles[turn ^ 1]);
       prefetch(tiles[turn ^ 1], task.queries);
-      for (int64_t n = 0; n < tile.count; ++n) {
-        if (tile.there[n]) scale_[n] = keys_.load(tile.block[n], tile.slot[n], row(n));
-      }
+      for (int64_t n = 0; n < tile.count; n += kSide) load(tile, n, std::min(n + kSide, tile.count));
       for (int64_t i = 0; i < task.queries; ++i) {
         score(i, tile);
         for (int64_t s = 0; s < tile.segments; ++s) {
@@ -300,7 +340,30 @@ class IndexWorker {
   }
 
  private:
+  static constexpr int64_t kSide = 16;  // keys that are multiplied together: a tile's rows
+
+  struct Side {
+    const Element* keys;
+    int64_t stride;
+  };
+
   Element* row(int64_t n) { return reinterpret_cast<Element*>(rows_.data()) + n * dim_; }
+
+  // Keys [first, end) of a tile, at most kSide: from where they lie, or as copies.
+  void load(const KeyTile& tile, int64_t first, int64_t end) {
+    Side& side = sides_[first / kSide];
+    if constexpr (std::is_same_v<Keys, PlainKeys<bf16>> && kTiles<T>) {
+      if (end - first == kSide && keys_.in_place() && tile.adjacent(first, end)) {
+        side = {keys_.row(tile.block[first], tile.slot[first]), keys_.slot_stride()};
+        std::fill(scale_ + first, scale_ + end, 1.0f);
+        return;
+      }
+    }
+    side = {row(first), dim_};
+    for (int64_t n = first; n < end; ++n) {
+      if (tile.there[n]) scale_[n] = keys_.load(tile.block[n], tile.slot[n], row(n));
+    }
+  }
 
   // A query's heads into the order that the loops want.
   void start(int64_t token, int64_t i) {
@@ -338,16 +401,45 @@ class IndexWorker {
     const float* queries = queries_ + i * width_ * dim_;
 #if defined(__AMX_BF16__)
     if constexpr (kTiles<T>) {
-      score_tiles(reinterpret_cast<const bf16*>(queries), dim_, 0, dim_, row(0), tile.count, raw_, width_, ahead_);
+      // Tiles multiply the next keys while the scores of the last ones are weighed.
+      for (int64_t n = 0; n < tile.count + kSide; n += kSide) {
+        float* raw[] = {raw_, raw_ + kSide * width_};
+        if (n < tile.count) {
+          for (int64_t head = 0; head < width_; head += kHeads)
+            score_heads(queries, head, sides_[n / kSide], raw[n / kSide % 2] + head * kSide);
+        }
+        if (n == 0) continue;
+        weigh_heads(raw[(n / kSide - 1) % 2], kSide, kSide, kSide, width_, weights_ + i * width_, mask_.data(),
+                    scores_ + n - kSide);
+      }
     } else
 #endif
     {
       score_many_rows(queries, call_.q.size(2), reinterpret_cast<const float*>(row(0)), dim_, tile.count, raw_, width_,
                       ahead_);
+      weigh_heads(raw_, tile.count, width_, 1, width_, weights_ + i * width_, mask_.data(), scores_);
     }
-    weigh_heads(raw_, tile.count, width_, weights_ + i * width_, mask_.data(), scores_);
     for (int64_t n = 0; n < tile.count; ++n) scores_[n] = tile.there[n] ? scale_[n] * scores_[n] : -kInfinity;
   }
+
+#if defined(__AMX_BF16__)
+  static constexpr int64_t kHeads = 4 * kSide;  // whose sums stay in registers
+
+  void score_heads(const float* queries, int64_t head, const Side& side, float* out) {
+    const bf16* packed = reinterpret_cast<const bf16*>(queries) + head * dim_;
+    const auto score = [&](auto r) { score_side<r>(packed, dim_, side.keys, side.stride, out, ahead_); };
+    switch (std::min(kHeads, width_ - head) / kSide) {
+      case 1:
+        return score(std::integral_constant<int, 1>{});
+      case 2:
+        return score(std::integral_constant<int, 2>{});
+      case 3:
+        return score(std::integral_constant<int, 3>{});
+      default:
+        return score(std::integral_constant<int, 4>{});
+    }
+  }
+#endif
 
   const IndexerCall& call_;
   const Keys& keys_;
@@ -357,6 +449,7 @@ class IndexWorker {
   Floats rows_;                        // keys of a tile [kTile, dim]
   Floats weights_, raw_, scores_;      // [kQueries, width], [kTile, width], [kTile]
   float scale_[kTile] = {};
+  Side sides_[kTile / kSide] = {};
   std::vector<uint32_t> mask_;
   Prefetcher ahead_;
 };

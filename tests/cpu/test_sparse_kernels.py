@@ -157,6 +157,16 @@ def test_fused_selection_sees_the_scores_of_the_matrix(name: str, dtype: torch.d
     assert_equal(kernel(name, **args, num_candidates=30), want)
 
 
+@EVERY_INDEXER
+@pytest.mark.parametrize("heads", [1, 32, 48, 64, 80])
+def test_where_keys_lie_changes_no_bit(name: str, heads: int) -> None:
+    """Keys that follow each other in a block are multiplied where they lie, others are copied first."""
+    args = call(name, [2, 5, 1], [333, 90, 16], torch.bfloat16, heads, block_size=48, **MORE[name])
+    keys = args["key_cache"]
+    apart = keys.new_empty(*keys.shape, 2)[..., 0].copy_(keys)
+    assert_equal(kernel(name, **args), kernel(name, **args | dict(key_cache=apart)))
+
+
 def test_memory_of_the_kernel_does_not_grow_with_queries_times_context() -> None:
     """64 queries over 32k keys: beside the result, less than 1/20 of the score matrix is ever held."""
     code = """if True:
