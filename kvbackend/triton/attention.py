@@ -125,8 +125,8 @@ def attention(
         table = block_table + sequence.to(tl.int64) * table_b
         position = index
         if POSITIONS:
-            block, offset, found = find_pages(table, table_column, index, sees, block_size)
-            own = tl.load(positions + block * position_b + offset * position_s, mask=found, other=0)
+            of_query, row_of_query, known = find_pages(table, table_column, index, sees, block_size)
+            own = tl.load(positions + of_query * position_b + row_of_query * position_s, mask=known, other=0)
             position = own.to(tl.int32)
 
         low, high = 0, length

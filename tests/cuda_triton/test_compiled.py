@@ -16,6 +16,7 @@ from kvbackend.ops import registry
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from . import shapes
 from .compiling import SHARED_LIMIT, build, launches, samples
 
 WITH_LAUNCHER = [name for name in registry if backends.registered()["cuda_triton"].adapter(name)]
@@ -30,6 +31,17 @@ def test_production_call_compiles_without_spills(name: str) -> None:
         resources = build(launch, 90)
         assert not resources.spilled, launch.name
         assert resources.shared <= SHARED_LIMIT[90], launch.name
+
+
+def test_tokens_with_positions_of_their_own_compile() -> None:
+    """A tile of queries and a step of keys differ in size here."""
+    call = shapes.FULL.paged(1, dim=64)
+    rows = call["key_cache"].shape[:2]
+    own = dict(key_positions=torch.int32, key_bias=torch.float32)
+    sizes = dict(key_positions=rows, key_bias=(*rows, 8))
+    call |= {name: torch.empty(sizes[name], dtype=dtype, device="meta") for name, dtype in own.items()}
+    first, *_ = launches("paged_attention", **call)
+    assert not build(first, 90).spilled
 
 
 def test_a_launch_is_specialized_as_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
