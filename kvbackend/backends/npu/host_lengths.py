@@ -73,8 +73,8 @@ def read(op_name: str, block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tens
         raise UnsupportedError(
             f"{op_name} was called while a graph is captured; npu_fused_infer_attention_score_v2 takes lengths as host "
             f"integers, which a captured graph would keep for ever: give them with "
-            f"kvbackend.backends.npu.host_lengths.given and update the graph, or choose what reads them on the device, "
-            f"kvbackend.use('npu_triton', ops={op_name!r}) or the reference"
+            f"kvbackend.backends.npu.host_lengths.given and update the graph, or choose the reference with "
+            f"kvbackend.use('reference', ops={op_name!r})"
         )
     starts = torch.arange(block_table.shape[1], device=block_table.device) * block_size
     holes = ((starts[None] < seq_lens[:, None]) & (block_table < 0)).any()
