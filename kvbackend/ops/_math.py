@@ -141,6 +141,7 @@ def attend(
     masked = ~allowed[:, None, None]  # [n, 1, 1, S]
     lse = logits.masked_fill(masked, -torch.inf).logsumexp(-1)  # [n, Hk, G]
     weights = (logits - lse[..., None]).exp().masked_fill(masked, 0)  # not nan_to_num: real NaNs stay
+    v = v.masked_fill(~allowed.any(0)[:, None, None], 0)  # 0 * NaN is NaN, and no query sees these
     out = torch.einsum("nkgs,skd->nkgd", weights, v)
     return out.reshape(num_tokens, num_heads, v.shape[-1]), lse.reshape(num_tokens, num_heads)
 

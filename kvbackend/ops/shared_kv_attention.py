@@ -85,13 +85,11 @@ def shared_kv_attention(
         last = written - 1
         index = torch.arange(len(rows), device=q.device)
         row_position = last - (last - index) % max(len(rows), 1)  # the newest position that the row can hold
-        seen_by_none = row_position <= sequence.length - new - window
-        exists = exists & (row_position >= 0) & ~seen_by_none
+        exists = exists & (row_position >= 0)
         parts, allowed = [rows], [exists[None] & _in_window(position, row_position, window)]
         if kv is not None:
             parts.append(kv[sequence.tokens].to(dtype))
             allowed.append((position >= 0)[None] & _in_window(position, position, window))
-            exists = torch.cat((exists, position >= 0))
         if compressed_cache is not None and block_table is not None:
             table = block_table[sequence.index]
             entries, holds = _pages.gather(compressed_cache, kv_format, table, sequence.length // compress_ratio, dtype)
@@ -101,8 +99,7 @@ def shared_kv_attention(
                 visible = visible & _chosen(topk_indices[sequence.tokens], len(entries))
             parts.append(entries)
             allowed.append(visible)
-            exists = torch.cat((exists, holds))
-        k = torch.cat(parts).masked_fill(~exists[:, None], 0)[:, None]  # one kv head
+        k = torch.cat(parts)[:, None]  # one kv head
         seen = torch.cat(allowed, -1) & (position >= 0)[:, None]
         out, lse = _math.attend(q[sequence.tokens].to(dtype), k, k, seen, softmax_scale)
         if sinks is not None:

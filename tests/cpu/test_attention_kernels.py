@@ -159,6 +159,46 @@ def test_nan_of_a_real_key_or_query_reaches_its_rows_only(name: str, dtype: torc
     assert_equal((out[1], lse[1]), (clean[0][1], clean[1][1]))
 
 
+@EVERY_OP
+@EVERY_DTYPE
+@pytest.mark.parametrize("run", [kernel, reference])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_stays_in_its_sequence_its_kv_head_and_its_call(
+    name: str, dtype: torch.dtype, run: Callable[..., tuple[Tensor, Tensor]], wrong: float
+) -> None:
+    """Queries before it weigh it with 0, which may make them NaN; nothing else changes."""
+    args = call(name, [2, 40, 3], [600, 60, 9], dtype)
+    clean = run(name, **args)
+    if name == "paged_attention":
+        value, heads = args["value_cache"][:, :, 1], slice(4, 8)
+    else:
+        value, heads = args["ckv_cache"], slice(0, 8)
+    value[args["block_table"][1, 1].item(), 14] = wrong  # token 30: the sequence's queries are tokens 20 to 59
+    out, lse = run(name, **args)
+    reached = torch.zeros(out.shape[:2], dtype=torch.bool)
+    reached[2:42, heads] = True
+    assert not out[12:42, heads].isfinite().any(-1).any()
+    assert_equal((out[~reached], lse[:12], lse[42:]), (clean[0][~reached], clean[1][:12], clean[1][42:]))
+    args |= dict(seq_lens=torch.tensor([600, 30, 9]).int(), cu_seqlens_q=torch.tensor([0, 2, 12, 15]).int())
+    earlier, _ = run(name, **args | {key: torch.cat((args[key][:12], args[key][42:])) for key in queries(name)})
+    assert earlier.isfinite().all()
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("run", [kernel, reference])
+def test_nan_of_a_token_before_the_window_stays_there(
+    dtype: torch.dtype, run: Callable[..., tuple[Tensor, Tensor]]
+) -> None:
+    args = call("paged_attention", [1, 3, 40], [600, 60, 90], dtype, window=20)
+    clean = run("paged_attention", **args)
+    for row, first in enumerate((580, 38, 31)):  # the first token that the sequence's first query sees
+        for token in range(first):
+            block = args["block_table"][row, token // 16].item()
+            for cache in ("key_cache", "value_cache"):
+                args[cache][block, token % 16] = torch.nan
+    assert_equal(run("paged_attention", **args), clean)
+
+
 # ------------------------------------------------------------------------------------------------- values gone wrong
 
 

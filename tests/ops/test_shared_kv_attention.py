@@ -117,6 +117,22 @@ def test_golden_of_three_rows():
     assert_close(lse[0], torch.tensor([1.62062114, 2.22207986]))
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_nan_of_a_row_that_no_query_sees_stays_there(backend):
+    """Of two queries of one sequence: entries that neither chose, window rows before the first one's."""
+    call = Text().call(19, 21)
+    call = {
+        name: value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in call.items()
+    }
+    with use(backend):
+        clean = shared_kv_attention(**call)
+        for entry in set(range(21 // RATIO)) - set(call["topk_indices"].flatten().tolist()):
+            call["compressed_cache"][call["block_table"][0, entry // 4], entry % 4] = torch.nan
+        call["window_cache"][1, (19 - WINDOW) % WINDOW] = torch.nan
+        assert all(torch.equal(a, b) for a, b in zip(shared_kv_attention(**call), clean, strict=True))
+
+
 def test_a_query_that_sees_nothing():
     call = golden_call(wave(8, 2, 8), wave(9, 7, 8), [0.3, -0.5], 8**-0.5)
     out, lse = shared_kv_attention(**call, topk_indices=counts(-1, -1)[None])
