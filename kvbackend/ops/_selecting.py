@@ -119,6 +119,11 @@ def check_block(candidate_block_size: Any) -> None:
         candidate_block_size >= 1,
         f"candidate_block_size is {candidate_block_size}; it must be at least 1: pass how many keys form a block",
     )
+    need(
+        candidate_block_size < 2**31,
+        f"candidate_block_size is {candidate_block_size}; it must be below 2**31, as lengths are: pass how many keys "
+        f"form a block",
+    )
 
 
 def samples(device: torch.device, dtype: torch.dtype, more: dict[str, Any]) -> Iterator[Sample]:

@@ -253,8 +253,11 @@ def _check_state(kv: Any, ratio: int, stages: int, gate: Any, state: Any, state_
 
 
 @compress_kv.values
-def _(kv, seq_lens, cu_seqlens_q, state, state_slots, **_):
+def _(kv, seq_lens, cu_seqlens_q, compress_ratio, state, state_slots, cos_sin, **_):
     _checks.queries(seq_lens, cu_seqlens_q, kv.shape[0])
+    if cos_sin is not None:  # the row of each group's first token
+        groups = -(-cos_sin.shape[0] // compress_ratio)
+        _checks.within("seq_lens", seq_lens, 0, (groups + 1) * compress_ratio, "length", "cos_sin has no more rows")
     if state is not None:
         _checks.within("state_slots", state_slots, -1, state.shape[0], "state", "-1 is a sequence without one")
         held = [slot for slot in state_slots.tolist() if slot >= 0]

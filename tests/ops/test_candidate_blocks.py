@@ -141,6 +141,7 @@ def test_the_source_s_own_picks_lie_in_its_candidates(backend: str) -> None:
     [
         (dict(num_candidates=0), "num_candidates is 0; it must be at least 1"),
         (dict(candidate_block_size=0), "candidate_block_size is 0; it must be at least 1"),
+        (dict(candidate_block_size=2**31), "candidate_block_size is 2147483648; it must be below"),
         (dict(compress_ratio=0), "compress_ratio is 0; it must be at least 1"),
     ],
 )

@@ -325,6 +325,10 @@ def test_refuses_before_any_write(change, message):
         (dict(state_slots=torch.tensor([1])), r"state_slots holds state 1 at index 0; it must be in \[-1, 1\)"),
         (dict(seq_lens=torch.tensor([8]).int()), "cu_seqlens_q names up to 1 more query tokens than seq_lens counts"),
         (dict(cu_seqlens_q=torch.tensor([0, 10]).int()), "cu_seqlens_q ends with 10 but there are 9 tokens"),
+        (
+            dict(cos_sin=torch.zeros(4, 4)),
+            r"seq_lens holds length 9 at index 0; it must be in \[0, 8\); cos_sin has no",
+        ),
     ],
 )
 def test_values(change, message, monkeypatch):

@@ -153,6 +153,7 @@ def test_memory_of_the_reference_does_not_grow_with_the_context(op: Any) -> None
         (dict(k=0), "k is 0; it must be at least 1"),
         (dict(order="any"), "order is 'any'; it must be score or position"),
         (dict(candidate_block_size=0), "candidate_block_size is 0; it must be at least 1"),
+        (dict(candidate_block_size=2**31), "candidate_block_size is 2147483648; it must be below"),
         (
             dict(candidates=torch.zeros(5, 8, dtype=torch.int32)),
             "candidates lists more blocks of 8 keys than block_table covers",
