@@ -39,7 +39,7 @@ void make_probabilities(float* scores, int64_t count, int64_t width, const float
   for (int64_t row = 0; row < step; row += kLanes) {
     for (int64_t i = row; i < size; i += step) {
       const Vec score = load(scores + i);
-      const Vec probability = exp_negative(score - load(peak + row)) * load(inverse + row);
+      const Vec probability = exp_small(score - load(peak + row)) * load(inverse + row);
       store(scores + i, score == -kInfinity ? Vec{} : probability);  // masked, also where the row is NaN
     }
   }
@@ -77,7 +77,7 @@ void add_up(Worker& worker, const Plan& plan, const Share& share, const Norms& n
     task.heads = share.heads;
     if (task.begin >= task.end) continue;
     worker.begin(task, plan.batch[share.sequence]);
-    const int64_t width = worker.width(), rows = task.rows(), state = std::max<int64_t>(width, kLanes);
+    const int64_t width = worker.width(), rows = task.rows(), state = worker.state_width();
     std::vector<float> peak(task.heads * state), inverse(task.heads * state);
     for (int64_t i = 0; i < task.heads * state; ++i) {
       const int64_t row = i % state % width, head = worker.query_head(i / state, row);
@@ -86,11 +86,13 @@ void add_up(Worker& worker, const Plan& plan, const Share& share, const Norms& n
       inverse[i] = norms.inverse(worker.token(row), head);
     }
     worker.walk([&](const Keys& keys, int64_t head) {
-      float* scores = worker.scores();
-      make_probabilities(scores, keys.count, width, peak.data() + head * state, inverse.data() + head * state);
+      worker.strips([&](float* scores, int64_t columns, int64_t first) {
+        const int64_t row = head * state + first;
+        make_probabilities(scores, keys.count, columns, peak.data() + row, inverse.data() + row);
+      });
       for (int64_t n = 0; n < keys.count; ++n) {
         float sum = 0;
-        for (int64_t row = 0; row < rows; ++row) sum += scores[n * width + row];
+        for (int64_t row = 0; row < rows; ++row) sum += worker.score_at(n, row);
         mass[head * kSplit + keys.index[n] - share.begin] += sum;
       }
     });

@@ -6,12 +6,19 @@
 namespace kvbackend::KVBACKEND_ISA {
 
 constexpr int64_t kTile = 64;             // keys attended to at once
-constexpr int64_t kRows = 64;             // rows of a task
+#if defined(__AMX_BF16__)                 // what is read and packed for a tile of keys shall serve many rows
+constexpr int64_t kRows = 128;            // rows of a task
+constexpr int64_t kMostKeys = 2 * kTile;  // attended to at once by whole strips of rows
+#else
+constexpr int64_t kRows = 64;
+constexpr int64_t kMostKeys = kTile;
+#endif
 constexpr int64_t kPanel = 128;           // dims of keys and queries that are kept in L1
 constexpr int64_t kSplit = 512;           // where a sequence's keys may be cut: multiples of it
 constexpr int64_t kMostParts = 32;        // of one sequence
 constexpr int64_t kThreadWork = 1 << 20;  // multiplications that are worth another thread
 constexpr int64_t kLine = 64;             // bytes of a cache line
+constexpr float kSlack = 4.0f;            // by which logits may exceed the peak that they are compared with
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // ------------------------------------------------------------------------------------------------------- the batch
@@ -79,12 +86,19 @@ inline std::vector<Sequence> read_batch(const Pages& pages, const Tensor& seq_le
 
 // ------------------------------------------------------------------------------------------------------- the pieces
 
-// The keys of a tile: those that exist, so fewer than kTile where blocks are missing.
+// The keys of a tile: those that exist, so fewer than were asked for where blocks are missing.
 struct Keys {
   int64_t count = 0;
-  int64_t lowest, highest;                                           // position
-  int64_t index[kTile], block[kTile], slot[kTile], position[kTile];  // index within the sequence
-  int64_t key[kTile], value[kTile];  // offsets of their rows, at kv head 0; the source's own
+  int64_t lowest, highest;                                                           // position
+  int64_t index[kMostKeys], block[kMostKeys], slot[kMostKeys], position[kMostKeys];  // index within the sequence
+  int64_t key[kMostKeys], value[kMostKeys];  // offsets of their rows, at kv head 0; the source's own
+
+  // Whether `size` keys from n on lie side by side in a block.
+  bool follow(int64_t n, int64_t size) const {
+    bool together = n + size <= count;
+    for (int64_t k = 1; together && k < size; ++k) together = block[n + k] == block[n] && slot[n + k] == slot[n] + k;
+    return together;
+  }
 };
 
 // A query attends to positions in (after, last].

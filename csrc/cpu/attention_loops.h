@@ -37,7 +37,7 @@ class Prefetcher {
   }
 
  private:
-  static constexpr int64_t kMost = 2 * kTile;
+  static constexpr int64_t kMost = 2 * kMostKeys;
   int64_t count_ = 0, next_ = 0, line_ = 0, total_ = 0, pace_ = 1;
   const char* rows_[kMost + 4] = {};  // the last group of four may be short: then old rows fill it
   int64_t bytes_[kMost + 4] = {};
@@ -253,27 +253,39 @@ inline void multiply_keys(float* rows, int64_t count, int64_t width, const float
   }
 }
 
-// Scores of `count` keys become weights; peak and total of each row are brought up to date, and decay is what the row's
-// earlier total and values are worth now. All three have `width` floats, or kLanes where width is less: then lanes
-// repeat the rows, and total is spread over the repeats.
-inline void soften(float* scores, int64_t count, int64_t width, float* peak, float* total, float* decay) {
+// Scores of `count` keys become weights, after they are multiplied with `scale`; peak and total of each row are brought
+// up to date, and decay is what the row's earlier total and values are worth now. All three have `width` floats, or
+// kLanes where width is less: then lanes repeat the rows, and total is spread over the repeats. A peak stays while
+// logits exceed it by no more than `slack`, at most 8: weights may then be above 1, and what was summed up needs no
+// decay.
+inline void soften(float* scores, int64_t count, int64_t width, float scale, float slack, float* peak, float* total,
+                   float* decay) {
   const int64_t step = std::max<int64_t>(width, kLanes), size = count * width;
   std::fill(scores + size, scores + round_up(size, kLanes), -kInfinity);
   for (int64_t row = 0; row < step; row += kLanes) {
     const Vec before = load(peak + row);
-    Vec top = before;
-    for (int64_t i = row; i < size; i += step) top = maximum(load(scores + i), top);
+    constexpr int kChains = 4;  // of comparisons that need not wait for each other
+    Vec tops[kChains] = {broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity)};
+    int64_t n = row;
+    for (; n + (kChains - 1) * step < size; n += kChains * step) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kChains; ++c) tops[c] = maximum(load(scores + n + c * step), tops[c]);
+    }
+    for (; n < size; n += step) tops[0] = maximum(load(scores + n), tops[0]);
+    Vec top = maximum(maximum(tops[0], tops[1]), maximum(tops[2], tops[3]));
     for (int64_t shift = width; shift < kLanes; shift *= 2) {
       float twice[2 * kLanes];
       store(twice, top);
       store(twice + kLanes, top);
       top = maximum(load(twice + shift), top);
     }
+    top = scale * top;
+    top = top > before + slack ? top : before;
     const Vec base = top > -kInfinity ? top : Vec{};  // nothing seen yet: all weights shall be 0, not NaN
-    const Vec worth = exp_negative(before - base);
+    const Vec worth = exp_small(before - base);
     Vec sum = load(total + row) * worth;
     for (int64_t i = row; i < size; i += step) {
-      const Vec weight = exp_negative(load(scores + i) - base);
+      const Vec weight = exp_small(scale * load(scores + i) - base);
       store(scores + i, weight);
       sum += weight;
     }

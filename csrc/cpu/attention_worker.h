@@ -23,13 +23,14 @@
 //   void locate(Keys&, int64_t n);                   from key n's block and slot: where its rows are
 //   bool in_order();                                 positions are indices within the sequence
 //   int64_t position(block, slot);                   where they are not
+//   StoredRows<T> part(keys, i);                     rows of keys, or the two parts of them, as a cache holds them
 //   void prefetch(keys, head, Prefetcher&);          names the rows that will be wanted next
 //   bool bias(keys, head, float* out);               what is added to the logits of each key; false: nothing
 #pragma once
 
 #include "cached_rows.h"
 #if defined(__AMX_BF16__)
-#include "amx.h"
+#include "attention_tiles.h"
 #endif
 
 namespace kvbackend::KVBACKEND_ISA {
@@ -42,6 +43,7 @@ constexpr bool kTiles = std::is_same_v<T, bf16>;
 #else
 template <class T>
 constexpr bool kTiles = false;
+constexpr int64_t kSide = kLanes;  // rows of a strip
 #endif
 
 // What a thread needs to work on tasks, one after the other. KeyPages says where a sequence's keys are, as Pages does.
@@ -59,9 +61,9 @@ class Worker {
     peak_.want(kRows * kLanes);
     total_.want(kRows * kLanes);
     decay_.want(kRows);
-    scores_.want(kTile * kRows);
-    bias_.want(kTile);
-    factors_.want(kTile);
+    scores_.want(kMostKeys * kRows);
+    bias_.want(kMostKeys);
+    factors_.want(kMostKeys);
     row_.want(std::max(dim_, value_dim_));
   }
 
@@ -70,8 +72,14 @@ class Worker {
   void run(const Task& task, const Sequence& sequence, F&& finish) {
     begin(task, sequence);
     start_sums();
+    // Not where sums alone are wanted: who divides by them makes the scores again, and they shall be the same.
+    scales_later_ = tiled_ && value_dim_ > 0 && rule_.scale > 0 && rule_.softcap == 0;
     walk([&](const Keys& keys, int64_t head) {
-      soften(scores_, keys.count, width_, peak_ + head * state_width(), total_ + head * state_width(), decay_);
+      strips([&](float* scores, int64_t width, int64_t first) {
+        const int64_t row = head * state_width() + first;
+        soften(scores, keys.count, width, scales_later_ ? rule_.scale : 1.0f, tiled_ ? kSlack : 0.0f, peak_ + row,
+               total_ + row, decay_ + first);
+      });
       weigh(keys, head);
     });
     for (int64_t head = 0; head < task.heads; ++head) finish_head(head, finish);
@@ -82,8 +90,9 @@ class Worker {
     task_ = &task;
     sequence_ = &sequence;
     width_ = width_of(task.rows());
+    tiled_ = kTiles<T> && source_.stored() && width_ >= kSide;
     in_place_ = source_.in_place() && width_ < kLanes;
-    tiled_ = kTiles<T> && source_.stored() && width_ >= kLanes;
+    scales_later_ = false;
     want_keys();
     bounds_.clear();
     all_ = {std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
@@ -100,16 +109,21 @@ class Worker {
   template <class F>
   void walk(F&& function) {
     const Task& task = *task_;
+    std::optional<Scope> scope;
+    if (tiled_) scope.emplace();
+    const int64_t tile = tiled_ ? kMostKeys : kTile;
     Keys found[2];
-    locate(task.begin, found[0]);
-    for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += kTile, turn ^= 1) {
+    locate(task.begin, tile, found[0]);
+    for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += tile, turn ^= 1) {
       const Keys &keys = found[turn], &next = found[turn ^ 1];
-      locate(begin + kTile, found[turn ^ 1]);
+      locate(begin + tile, tile, found[turn ^ 1]);
       if (keys.count == 0) continue;
+      look_for_runs(keys);
       for (int64_t head = 0; head < task.heads; ++head) {
         ahead_.clear();
         const bool last = head + 1 == task.heads;
         source_.prefetch(last ? next : keys, task.first_head + (last ? 0 : head + 1), ahead_);
+        if (tiled_) ahead_.finish_within(steps_of(keys.count));
         score(keys, head);
         adjust(keys, head);
         function(keys, head);
@@ -117,9 +131,21 @@ class Worker {
     }
   }
 
-  // Scores of the last tile: [keys, width], of which rows() are a query's.
-  float* scores() { return scores_; }
+  // The scores of the last tile, in strips: function(scores [keys, width], width, first), whose columns are the rows
+  // from `first` on.
+  template <class F>
+  void strips(F&& function) {
+    if (!tiled_) return function(scores_.data(), width_, int64_t{0});
+    for (int64_t row = 0; row < width_; row += kSide) function(scores_ + row * kMostKeys, kSide, row);
+  }
+
+  // One of them: of key n and a row.
+  float& score_at(int64_t n, int64_t row) {
+    return tiled_ ? scores_[(row / kSide * kMostKeys + n) * kSide + row % kSide] : scores_[n * width_ + row];
+  }
+
   int64_t width() const { return width_; }
+  int64_t state_width() const { return std::max<int64_t>(width_, kLanes); }
   int64_t token(int64_t row) const { return sequence_->first_token + task_->first_query + row / task_->members; }
   int64_t query_head(int64_t head, int64_t row) const {
     const int64_t group = source_.heads() / source_.kv_heads();
@@ -127,12 +153,10 @@ class Worker {
   }
 
  private:
-  int64_t state_width() const { return std::max<int64_t>(width_, kLanes); }
-
   // Where keys go that are not read in place. What rounding up adds to their rows stays 0.
   void want_keys() {
     if (tiled_) {  // bf16, two in a float
-      tile_keys_.want_zeros(kTile * dim_ / 2);
+      tile_keys_.want_zeros(kMostKeys * dim_ / 2);
     } else if (!in_place_) {
       key_rows_.want_zeros(kTile * dim_);
     }
@@ -142,9 +166,9 @@ class Worker {
   // No value seen yet; and where values go that are not read in place.
   void start_sums() {
     if (tiled_) {
-      packed_values_.want(kTile * value_dim_ / 2);
-      packed_weights_.want(kTile * kRows / 2);
-      if (!Source::kValuesAreKeys) tile_values_.want_zeros(kTile * value_dim_ / 2);
+      packed_values_.want(kMostKeys * value_dim_ / 2);
+      packed_weights_.want(kMostKeys * kRows / 2);
+      if (!Source::kValuesAreKeys) tile_values_.want_zeros(kMostKeys * value_dim_ / 2);
     } else if (!in_place_ && !Source::kValuesAreKeys) {
       value_rows_.want_zeros(kTile * value_dim_);
     }
@@ -178,11 +202,11 @@ class Worker {
     return own;
   }
 
-  void locate(int64_t begin, Keys& keys) const {
+  void locate(int64_t begin, int64_t size, Keys& keys) const {
     keys.count = 0;
     keys.lowest = std::numeric_limits<int64_t>::max();
     keys.highest = std::numeric_limits<int64_t>::min();
-    const int64_t end = std::min(begin + kTile, task_->end);
+    const int64_t end = std::min(begin + size, task_->end);
     pages_.visit(sequence_->index, begin, end, [&](int64_t index, int64_t block, int64_t slot) {
       const int64_t n = keys.count++;
       keys.index[n] = index;
@@ -294,88 +318,191 @@ class Worker {
   }
 
 #if defined(__AMX_BF16__)
+  using Scope = TileScope;
+
   static bf16* as_bf16(float* data) { return reinterpret_cast<bf16*>(data); }
   static exact_bf16* as_exact(bf16* data) { return reinterpret_cast<exact_bf16*>(data); }
 
   // Queries of one kv head as tiles, not scaled: so they are exact. The rows of keys serve as scratch.
   void start_tiled(int64_t head) {
-    static_assert(kRows <= kTile);
+    static_assert(kRows <= kMostKeys);
     bf16* rows = as_bf16(tile_keys_);
+    std::memset(static_cast<void*>(rows), 0, width_ * dim_ * sizeof(bf16));
     for (int64_t row = 0; row < task_->rows(); ++row) {
       if constexpr (kTiles<T>) source_.load_query(token(row), query_head(head, row), rows + row * dim_);
     }
-    for (int64_t row = 0; row < width_; row += kSide)
-      pack_queries(rows + row * dim_, dim_, as_bf16(queries_ + head * width_ * dim_) + row * dim_);
+    pack_head(rows, width_, dim_, as_bf16(queries_ + head * width_ * dim_));
+    std::memset(static_cast<void*>(rows), 0, width_ * dim_ * sizeof(bf16));  // what rounding up adds to keys stays 0
+    for (int64_t row = 0; row < width_; ++row) {
+      const Bound& bound = bounds_[std::min(row, task_->rows() - 1) / task_->members];
+      after_[row] = bound.after, last_[row] = bound.last;
+    }
+  }
+
+  void look_for_runs(const Keys& keys) {
+    for (int64_t n = 0; tiled_ && n < keys.count; n += kSide) runs_[n / kSide] = keys.follow(n, kSide);
+  }
+
+  // Where keys lie, 16 at a time: in their cache if they follow each other there, else copies, or what codes stand for.
+  void find_keys(const Keys& keys, int64_t head, KeyTiles& tiles) {
+    const int64_t first_dims = source_.value_dim();
+    tiles.parts = Source::kValuesAreKeys && first_dims % kDepth == 0 && first_dims < dim_ ? 2 : 1;
+    tiles.part[0].dims = tiles.parts == 2 ? first_dims : dim_;
+    tiles.part[1].dims = dim_ - first_dims;
+    bool plain = tiles.parts == 2 || width_ < 4 * kSide;  // rows that many strips read again are worth a copy
+    for (int i = 0; i < tiles.parts; ++i) {
+      const StoredRows<T> stored = source_.part(keys, i);
+      plain = plain && stored.rows && stored.rows->plain();
+    }
+    const int64_t groups = (keys.count + kSide - 1) / kSide;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t n = group * kSide;
+      const bool there = plain && runs_[group];
+      for (int i = 0; there && i < tiles.parts; ++i) {
+        const StoredRows<T> stored = source_.part(keys, i);
+        tiles.part[i].at[group] =
+            reinterpret_cast<const bf16*>(stored.rows->row(stored.offsets[n], task_->first_head + head));
+        tiles.part[i].row_bytes[group] = stored.rows->slot_bytes();
+      }
+      if (there) continue;
+      bf16* rows = as_bf16(tile_keys_) + n * dim_;
+      for (int64_t k = n; k < std::min(n + kSide, keys.count); ++k) {
+        if constexpr (kTiles<T>)
+          source_.load_key(keys, k, task_->first_head + head, key_buffer_, as_exact(rows + (k - n) * dim_));
+      }
+      for (int i = 0; i < tiles.parts; ++i) {
+        tiles.part[i].at[group] = rows + (i ? tiles.part[0].dims : 0);
+        tiles.part[i].row_bytes[group] = dim_ * sizeof(bf16);
+      }
+    }
+    for (int i = 0; i < tiles.parts; ++i) {  // blocks of up to 4 groups are read
+      std::fill(tiles.part[i].at + groups, std::end(tiles.part[i].at), tiles.part[i].at[groups - 1]);
+      std::fill(tiles.part[i].row_bytes + groups, std::end(tiles.part[i].row_bytes),
+                tiles.part[i].row_bytes[groups - 1]);
+    }
+  }
+
+  // What all loops over a tile of keys take, so that the next one is fetched evenly while they go on.
+  int64_t steps_of(int64_t count) const {
+    const int64_t groups = (count + kSide - 1) / kSide, pairs = std::max<int64_t>(1, width_ / kSide / 2);
+    const int64_t blocks = width_ == kSide ? (groups + 3) / 4 : pairs * ((groups + 1) / 2);
+    const int64_t columns = width_ == kSide ? value_dim_ / kDepth / 2 : pairs * value_dim_ / kDepth;
+    return blocks * dim_ / kDepth + columns * ((count + kDepth - 1) / kDepth) + (value_dim_ ? count / kPackStep : 0);
   }
 
   void score_tiled(const Keys& keys, int64_t head) {
-    const TileScope scope;
-    bf16* key = as_bf16(tile_keys_);
-    for (int64_t n = 0; n < keys.count; ++n) {
-      if constexpr (kTiles<T>)
-        source_.load_key(keys, n, task_->first_head + head, key_buffer_, as_exact(key + n * dim_));
-    }
-    ahead_.finish_within(dim_ / 16 + value_dim_ / 16 + width_ / kSide * value_dim_ / 32);
+    find_keys(keys, head, tiles_);
     const bf16* queries = as_bf16(queries_ + head * width_ * dim_);
-    if (!Source::kValuesAreKeys || !source_.keys().has_factor()) {
-      score_tiles(queries, dim_, 0, dim_, key, keys.count, scores_, width_, ahead_);
-      return apply_factors(source_.keys(), keys, head);
+    const auto score = [&](int first, int last, float* to) {
+      score_head(tiles_, first, last, keys.count, queries, width_, dim_, to, ahead_);
+    };
+    if (tiles_.parts == 1 || !source_.keys().has_factor()) {
+      score(0, tiles_.parts, scores_);
+      return multiply_strips(source_.keys(), keys, head);
     }
     // The factor is that of the latent only, and the scores of the rotary part come on top.
-    const int64_t latent = source_.value_dim() / kDepth * kDepth;
-    rotary_scores_.want(kTile * kRows);
-    score_tiles(queries, dim_, latent, dim_, key, keys.count, rotary_scores_, width_, ahead_);
-    score_tiles(queries, dim_, 0, latent, key, keys.count, scores_, width_, ahead_);
-    apply_factors(source_.keys(), keys, head);
-    for (int64_t i = 0; i < keys.count * width_; i += kLanes)
-      store(scores_ + i, load(scores_ + i) + load(rotary_scores_ + i));
+    rotary_scores_.want(kMostKeys * kRows);
+    score(1, 2, rotary_scores_);
+    score(0, 1, scores_);
+    multiply_strips(source_.keys(), keys, head);
+    strips([&](float* scores, int64_t, int64_t first) {
+      const float* rotary = rotary_scores_ + first * kMostKeys;
+      for (int64_t i = 0; i < keys.count * kSide; i += kLanes) store(scores + i, load(scores + i) + load(rotary + i));
+    });
+  }
+
+  // Scores, or weights, times what was left out of the rows that they belong to.
+  void multiply_strips(const CachedRows<T>& rows, const Keys& keys, int64_t head) {
+    if (!rows.has_factor()) return;
+    load_factors(rows, keys, head);
+    strips([&](float* scores, int64_t width, int64_t) { multiply_keys(scores, keys.count, width, factors_); });
   }
 
   // Weights are rounded to bf16.
   void weigh_tiled(const Keys& keys, int64_t head) {
-    const TileScope scope;
-    bf16* value = Source::kValuesAreKeys ? as_bf16(tile_keys_) : as_bf16(tile_values_);
-    for (int64_t n = 0; n < keys.count && !Source::kValuesAreKeys; ++n) {
-      if constexpr (kTiles<T>)
-        source_.load_value(keys, n, task_->first_head + head, value_buffer_, as_exact(value + n * value_dim_));
-    }
-    apply_factors(Source::kValuesAreKeys ? source_.keys() : source_.values(), keys, head);
-    const int64_t count = keys.count, key_tiles = kTile / kDepth;
+    multiply_strips(Source::kValuesAreKeys ? source_.keys() : source_.values(), keys, head);
     bf16 *weights = as_bf16(packed_weights_), *values = as_bf16(packed_values_);
     float* sums = sums_ + head * width_ * value_dim_;
-    for (int64_t row = 0; row < width_; ++row) {
-      if (decay_[row] == 1.0f) continue;
-      for (int64_t d = 0; d < value_dim_; ++d) sums[row * value_dim_ + d] *= decay_[row];
-    }
-    pack_weights(scores_, width_, count, key_tiles, weights);
-    pack_values(value, Source::kValuesAreKeys ? dim_ : value_dim_, value_dim_, count, values, ahead_);
-    weigh_tiles(weights, key_tiles, width_, values, count, value_dim_, sums, ahead_);
+    strips([&](const float* scores, int64_t, int64_t first) {
+      pack_weights(scores, keys.count, weights + first * kMostKeys);
+      decay_sums(sums + first * value_dim_, value_dim_, decay_ + first);
+    });
+    const bf16* rows[kMostKeys];
+    find_values(keys, head, rows);
+    pack_values(rows, value_dim_, keys.count, values, ahead_);
+    weigh_head(weights, width_, values, keys.count, value_dim_, sums, ahead_);
   }
 
-  static constexpr auto kFromTiles = from_tiles;
+  void find_values(const Keys& keys, int64_t head, const bf16** rows) {
+    if (Source::kValuesAreKeys) {
+      const KeyTiles::Part& part = tiles_.part[0];
+      for (int64_t n = 0; n < keys.count; ++n)
+        rows[n] = part.at[n / kSide] + n % kSide * part.row_bytes[n / kSide] / static_cast<int64_t>(sizeof(bf16));
+    } else {
+      const bool plain = source_.values().plain();
+      for (int64_t n = 0; n < keys.count; ++n) {
+        bf16* copy = as_bf16(tile_values_) + n * value_dim_;
+        rows[n] = copy;
+        if (plain) {
+          rows[n] = reinterpret_cast<const bf16*>(source_.values().row(keys.value[n], task_->first_head + head));
+        } else if constexpr (kTiles<T>) {
+          source_.load_value(keys, n, task_->first_head + head, value_buffer_, as_exact(copy));
+        }
+      }
+    }
+    std::fill(rows + keys.count, rows + round_up(keys.count, kDepth), rows[0]);
+  }
+
+  void read_tiles(const float* sums, int64_t row) {
+    unpack_sums(sums + row / kSide * kSide * value_dim_ + row % kSide * kSide, value_dim_, row_);
+  }
+
+  // -inf where a row does not attend to a key.
+  void mask_strips(const Keys& keys) {
+    strips([&](float* scores, int64_t, int64_t first) {
+      const auto bounds = [&](const int64_t* from) { return _mm512_loadu_si512(from + first); };
+      const __m512i after[2] = {bounds(after_), bounds(after_ + 8)}, last[2] = {bounds(last_), bounds(last_ + 8)};
+      for (int64_t n = 0; n < keys.count; ++n) {
+        const __m512i position = _mm512_set1_epi64(keys.position[n]);
+        const auto seen = [&](int i) {
+          return _mm512_cmpgt_epi64_mask(position, after[i]) & _mm512_cmple_epi64_mask(position, last[i]);
+        };
+        const __mmask16 hidden = ~(seen(0) | seen(1) << 8);
+        _mm512_mask_storeu_ps(scores + n * kSide, hidden, _mm512_set1_ps(-kInfinity));
+      }
+    });
+  }
 #else
-  static constexpr auto kFromTiles = from_pairs<float>;
+  using Scope = int;
   void start_tiled(int64_t) {}
+  void look_for_runs(const Keys&) {}
+  int64_t steps_of(int64_t) const { return 1; }
   void score_tiled(const Keys&, int64_t) {}
   void weigh_tiled(const Keys&, int64_t) {}
+  void read_tiles(const float*, int64_t) {}
+  void mask_strips(const Keys&) {}
 #endif
 
   // Scale, softcap, bias and mask, where there are any.
   void adjust(const Keys& keys, int64_t head) {
-    if (tiled_) {
-      for (int64_t i = 0; i < keys.count * width_; i += kLanes) store(scores_ + i, rule_.scale * load(scores_ + i));
-    }
-    if (rule_.softcap > 0) {
-      const float inverse = 1.0f / rule_.softcap;
-      for (int64_t i = 0; i < keys.count * width_; i += kLanes)
-        store(scores_ + i, rule_.softcap * tanh(inverse * load(scores_ + i)));
-    }
+    strips([&](float* scores, int64_t width, int64_t) {
+      const int64_t size = keys.count * width;
+      if (tiled_ && !scales_later_) {
+        for (int64_t i = 0; i < size; i += kLanes) store(scores + i, rule_.scale * load(scores + i));
+      }
+      if (rule_.softcap > 0) {
+        const float inverse = 1.0f / rule_.softcap;
+        for (int64_t i = 0; i < size; i += kLanes) store(scores + i, rule_.softcap * tanh(inverse * load(scores + i)));
+      }
+    });
     if (source_.bias(keys, task_->first_head + head, bias_)) {
       for (int64_t n = 0; n < keys.count; ++n) {
-        for (int64_t row = 0; row < width_; ++row) scores_[n * width_ + row] += bias_[n];
+        const float bias = scales_later_ ? bias_[n] / rule_.scale : bias_[n];
+        for (int64_t row = 0; row < width_; ++row) score_at(n, row) += bias;
       }
     }
     if (keys.lowest > all_.after && keys.highest <= all_.last) return;
+    if (tiled_) return mask_strips(keys);
     for (int64_t query = 0; query < task_->queries; ++query) {
       const Bound bound = bounds_[query];
       for (int64_t n = 0; n < keys.count; ++n) {
@@ -391,12 +518,18 @@ class Worker {
     for (int64_t row = 0; row < task_->rows(); ++row) {
       float sum = 0;
       for (int64_t i = row; i < state_width(); i += width_) sum += total[i];
-      const float* values = sums_ + (head * width_ + row) * value_dim_;
-      const bool evens_first = in_place_ && value_dim_ && source_.values().evens_first();
-      const auto arrange = tiled_ ? kFromTiles : evens_first ? from_pairs<bf16> : from_pairs<float>;
-      arrange(values, value_dim_, row_);
+      read_sums(head, row);
       finish(token(row), query_head(head, row), peak[row], sum, row_);
     }
+  }
+
+  // A row's sums in the order of dims, to row_.
+  void read_sums(int64_t head, int64_t row) {
+    const float* sums = sums_ + head * width_ * value_dim_;
+    if (tiled_) return read_tiles(sums, row);
+    const bool evens_first = in_place_ && value_dim_ && source_.values().evens_first();
+    const auto arrange = evens_first ? from_pairs<bf16> : from_pairs<float>;
+    arrange(sums + row * value_dim_, value_dim_, row_);
   }
 
   const Source& source_;
@@ -411,13 +544,19 @@ class Worker {
   Floats key_scales_, value_scales_, factors_;  // of a tile's rows
   RowBuffer key_buffer_, value_buffer_;
   Floats tile_keys_, tile_values_, packed_values_, packed_weights_, rotary_scores_;
-  std::vector<Bound> bounds_;  // of each query
-  Bound all_{};                // what all queries attend to
+#if defined(__AMX_BF16__)
+  KeyTiles tiles_;
+  bool runs_[kMostKeys / kSide];  // which keys of a tile follow each other
+#endif
+  int64_t after_[kRows], last_[kRows];  // what a row attends to
+  std::vector<Bound> bounds_;           // of each query
+  Bound all_{};                         // what all queries attend to
   Prefetcher ahead_;
   const Task* task_ = nullptr;
   const Sequence* sequence_ = nullptr;
   int64_t width_ = 0;
   bool in_place_ = false, tiled_ = false;
+  bool scales_later_ = false;  // scores of tiles are multiplied with the scale as they become weights
 };
 
 }  // namespace kvbackend::KVBACKEND_ISA

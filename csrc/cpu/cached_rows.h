@@ -101,6 +101,9 @@ class CachedRows {
     return step_ == 1 && size_ % kPair == 0 && factored() && (!format_ || scales_->span() % kLanes == 0);
   }
 
+  // Whether rows are numbers of T, one after the other, in whole pairs of vectors.
+  bool plain() const { return data_ && !format_ && step_ == 1 && size_ % kPair == 0; }
+
   // Whether load_pair delivers even numbers first.
   bool evens_first() const {
     bool evens_first = false;
@@ -110,6 +113,7 @@ class CachedRows {
 
   // A row's place, with its head's to be added.
   int64_t offset(int64_t block, int64_t slot) const { return block * block_ + slot * slot_; }
+  int64_t slot_bytes() const { return slot_; }
   const char* row(int64_t offset, int64_t head) const { return data_ + offset + head * head_; }
 
   void prefetch(int64_t offset, int64_t head, Prefetcher& ahead) const {
@@ -205,6 +209,13 @@ class CachedRows {
   int64_t step_ = 1, size_ = 0;              // from element to element, and how many numbers
   std::optional<Scales> scales_;
   float global_ = 1.0f;
+};
+
+// The rows of a tile's keys in a cache, at their offsets; none where a source has its rows elsewhere.
+template <class T>
+struct StoredRows {
+  const CachedRows<T>* rows = nullptr;
+  const int64_t* offsets = nullptr;
 };
 
 }  // namespace kvbackend::KVBACKEND_ISA

@@ -221,31 +221,22 @@ inline Vec load(const e4m3* from) {
 }
 
 #if defined(__AVX512F__)
-// The magnitudes as bfloat16.
-struct E4M3Table {
-  constexpr E4M3Table() : bits() {
-    for (int code = 0; code < 128; ++code) {
-      const int exponent = code >> 3, fraction = code & 7;
-      const int leading = fraction < 2 ? 0 : fraction < 4 ? 1 : 2;  // of a subnormal
-      bits[code] = static_cast<uint16_t>(code == 0x7f    ? 0x7fc0
-                                         : exponent != 0 ? (exponent + 120) << 7 | fraction << 4
-                                         : fraction != 0 ? (118 + leading) << 7 | (fraction << (7 - leading) & 0x7f)
-                                                         : 0);
-    }
-  }
-  alignas(64) uint16_t bits[128];
-};
+// The magnitudes 0 to 7, which are subnormal, as bfloat16, and 127, by its low bits.
+alignas(64) inline constexpr uint16_t kRareE4M3[32] = {
+    0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60, 0, 0, 0, 0, 0, 0, 0, 0,
+    0, 0,      0,      0,      0,      0,      0,      0,      0, 0, 0, 0, 0, 0, 0, 0x7fc0};
 
-// kPair codes, even ones first: looked up, 64 magnitudes at a time, as the 16-bit halves of floats.
+// kPair codes, even ones first, as the 16-bit halves of floats. A normal number's exponent and fraction are moved.
 inline void load_pair(const e4m3* from, Vec& first, Vec& second) {
-  static constexpr E4M3Table table;
-  const __m512i* quarter = reinterpret_cast<const __m512i*>(table.bits);
   const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   const __m512i codes = _mm512_maskz_cvtepi8_epi16(~0u, bytes);  // the sign fills the upper half
-  const __m512i low = _mm512_permutex2var_epi16(quarter[0], codes, quarter[1]);
-  const __m512i high = _mm512_permutex2var_epi16(quarter[2], codes, quarter[3]);
-  const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40)), low, high);
-  const BitVec value = (BitVec)magnitude | ((BitVec)codes & 0x80008000);
+  const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+  const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+  const __m512i after = _mm512_and_si512(_mm512_add_epi16(magnitude, _mm512_set1_epi16(1)), _mm512_set1_epi16(0x7f));
+  const __mmask32 rare = _mm512_cmplt_epi16_mask(after, _mm512_set1_epi16(9));
+  const __m512i table = _mm512_load_si512(kRareE4M3);
+  const __m512i found = _mm512_mask_permutexvar_epi16(normal, rare, magnitude, table);
+  const BitVec value = (BitVec)found | ((BitVec)codes & 0x80008000);
   first = (Vec)(value << 16);
   second = (Vec)(value & 0xffff0000);
 }

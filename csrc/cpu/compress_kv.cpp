@@ -82,7 +82,7 @@ void pool_channels(const Members<T>& members, const Members<T>& next, int64_t ch
     ++token;
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      const Vec weight = exp_negative(gate(member, biased, n) - peak[n]);
+      const Vec weight = exp_small(gate(member, biased, n) - peak[n]);
       total[n] += weight;
       sum[n] += weight * load_row(member.kv + channel + n * kLanes);
     }

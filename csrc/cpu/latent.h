@@ -68,6 +68,10 @@ class LatentSource {
   template <class E>
   void load_value(const Keys&, int64_t, int64_t, RowBuffer&, E*) const {}
 
+  StoredRows<T> part(const Keys& keys, int i) const {
+    return i == 0 ? StoredRows<T>{&ckv_, keys.key} : StoredRows<T>{&kpe_, keys.value};
+  }
+
   void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
     for (int64_t n = 0; n < keys.count; ++n) ckv_.prefetch(keys.key[n], 0, ahead);
     for (int64_t n = 0; n < keys.count; ++n) kpe_.prefetch(keys.value[n], 0, ahead);

@@ -175,6 +175,8 @@ class ListedSource {
   template <class E>
   void load_value(const Keys&, int64_t, int64_t, RowBuffer&, E*) const {}
 
+  StoredRows<T> part(const Keys&, int) const { return {}; }
+
   void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
     for (int64_t n = 0; n < keys.count; ++n) rows_.prefetch(keys.block[n], ahead);
   }

@@ -174,21 +174,35 @@ inline Quad sum_lanes(Vec a, Vec b, Vec c, Vec d) {
 
 // -------------------------------------------------------------------------------------------------------- functions
 
-// e^x for x <= 0, within 2 ulp; 0 where that is not a normal number, NaN for NaN. x = n ln 2 + r, |r| <= ln 2 / 2; the
+// e^x for x <= 8, within 2 ulp; 0 where that is not a normal number, NaN for NaN. x = n ln 2 + r, |r| <= ln 2 / 2; the
 // polynomial is that of Cephes' expf.
-inline Vec exp_negative(Vec x) {
+inline Vec exp_small(Vec x) {
+#if defined(__AVX512F__)
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const Vec above = (Vec)_mm512_maskz_max_ps(0xffff, (__m512)broadcast(-104.0f), (__m512)x);  // x where that is NaN
+  const Vec n = (Vec)_mm512_maskz_roundscale_ps(0xffff, (__m512)(above * 1.44269504f), kNearest);
+  const Vec r = (above - n * 0.693359375f) - n * -2.12194440e-4f;
+#else
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Vec shifted = x * 1.44269504f + kRound;
   const Vec n = shifted - kRound;
   const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+#endif
   Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
+#if defined(__AVX512F__)
+  p = (p * r + 1.0f) * r + 1.0f;
+  return (Vec)_mm512_mask_scalef_ps(_mm512_setzero_ps(),
+                                    _mm512_cmp_ps_mask((__m512)x, (__m512)broadcast(-87.33654f), _CMP_NLT_UQ),
+                                    (__m512)p, (__m512)n);
+#else
   p = p * (r * r) + r + 1.0f;
   const Vec power = (Vec)(((BitVec)shifted + 127) << 23);  // the low bits of `shifted` are n
   return x < -87.33654f ? Vec{} : p * power;
+#endif
 }
 
 // tanh(x): its series near 0, where the quotient would cancel.
@@ -199,7 +213,7 @@ inline Vec tanh(Vec x) {
   series = series * square - 1.0f / 3.0f;
   series = x + x * square * series;
   const Vec magnitude = x < 0.0f ? -x : x;
-  const Vec decay = exp_negative(-2.0f * magnitude);
+  const Vec decay = exp_small(-2.0f * magnitude);
   const Vec quotient = (1.0f - decay) / (1.0f + decay);
   return magnitude < 0.25f ? series : x < 0.0f ? -quotient : quotient;
 }

@@ -94,6 +94,8 @@ class RecordSource {
   template <class E>
   void load_value(const Keys&, int64_t, int64_t, RowBuffer&, E*) const {}
 
+  StoredRows<T> part(const Keys&, int) const { return {}; }
+
   void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
     for (int64_t n = 0; n < keys.count; ++n) ahead.add(pages_.row(0, keys.block[n], keys.slot[n]), bytes_);
   }

@@ -30,10 +30,9 @@ template <class Worker>
 void keep_largest(Worker& worker, const Task& task, const Sequence& query, float* row) {
   worker.begin(task, query);
   worker.walk([&](const Keys& keys, int64_t) {
-    const float* scores = worker.scores();
-    for (int64_t n = 0; n < keys.count; ++n, scores += worker.width()) {
+    for (int64_t n = 0; n < keys.count; ++n) {
       float largest = row[keys.index[n]];
-      for (int64_t member = 0; member < task.members; ++member) largest = larger(largest, scores[member]);
+      for (int64_t member = 0; member < task.members; ++member) largest = larger(largest, worker.score_at(n, member));
       row[keys.index[n]] = largest;
     }
   });

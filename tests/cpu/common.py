@@ -73,7 +73,7 @@ def check_batch_mates(run: Callable[..., tuple[Tensor, ...]], q_lens: Sequence[i
 
 def call(
     name: str, q_lens: list[int], seq_lens: list[int], dtype: torch.dtype = torch.float32, heads: int = 8,
-    kv_heads: int = 2, dim: int = 64, block_size: int = 16, **other: Any,
+    kv_heads: int = 2, dim: int = 64, rope: int = 16, block_size: int = 16, **other: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A call over a pool that is NaN wherever no token lies."""
     generator = torch.Generator().manual_seed(7)
@@ -81,12 +81,12 @@ def call(
     num_blocks = len(seq_lens) * columns + 1
     blocks = torch.randperm(num_blocks, generator=generator)[: len(seq_lens) * columns]
     table = blocks.view(len(seq_lens), columns).int()
-    row = (kv_heads, 2 * dim) if name == "paged_attention" else (dim + 16,)
+    row = (kv_heads, 2 * dim) if name == "paged_attention" else (dim + rope,)
     pool = torch.full((num_blocks, block_size, *row), torch.nan, dtype=dtype)
     for blocks, length in zip(table.long(), seq_lens, strict=True):
         index = torch.arange(length)
         pool[blocks[index // block_size], index % block_size] = torch.randn(length, *row, generator=generator).to(dtype)
-    width = dim if name == "paged_attention" else dim + 16
+    width = dim if name == "paged_attention" else dim + rope
     q = torch.randn(sum(q_lens), heads, width, generator=generator).to(dtype)
     if name == "paged_attention":
         tensors = dict(q=q, key_cache=pool[..., :dim], value_cache=pool[..., dim:])

@@ -51,8 +51,9 @@ SHAPES = [
     dict(heads=6, kv_heads=1, dim=32),
     dict(heads=32, kv_heads=2, dim=64),
     dict(heads=72, kv_heads=1, dim=96),
+    dict(heads=144, kv_heads=1, dim=32),
     dict(heads=6, kv_heads=2, dim=5),
-]  # heads of a kv head: 1, 2, 4, 6, 16, 72; the last with a dim that no vector divides
+]  # heads of a kv head: 1, 2, 4, 6, 16, 72, 144; the last with a dim that no vector divides
 
 
 def check_this_isa(wanted: str) -> None:
@@ -89,6 +90,19 @@ def test_the_number_of_threads_changes_no_bit(
 def test_batch_mates_change_no_bit(name: str, dtype: torch.dtype) -> None:
     q_lens = [1, 4, 90, 1]
     check_batch_mates(partial(kernel, name), q_lens, **call(name, q_lens, [1500, 600, 400, 1], dtype, heads=16))
+
+
+@EVERY_OP
+@pytest.mark.parametrize("heads", [16, 72])
+def test_where_keys_lie_changes_no_bit(name: str, heads: int) -> None:
+    """Tiles read keys in their cache where 16 follow each other in a block, and copies of them where not."""
+    args = call(name, [1, 3, 40], [700, 90, 130], torch.bfloat16, heads=heads, kv_heads=1, rope=32, block_size=32)
+    apart = dict(args)
+    for key in args:
+        if key.endswith("_cache"):
+            apart[key] = args[key].unflatten(1, (8, 4)).flatten(0, 1)
+    apart["block_table"] = (args["block_table"][..., None] * 8 + torch.arange(8, dtype=torch.int32)).flatten(1)
+    assert_equal(kernel(name, **apart), kernel(name, **args))
 
 
 @EVERY_DTYPE

@@ -1,0 +1,163 @@
+// Attention in AMX tiles: scores of a tile of keys, and its values weighed, for rows in bfloat16.
+//
+// Rows lie in strips of kSide. A strip's scores are [kMostKeys, kSide], so that a vector holds one key's, and what its
+// values add up to are tiles side by side: rows a power of two apart would share a few sets of the L1 cache.
+//
+// Keys are the rows of A where they lie, if 16 of them follow each other; queries are packed once. Values are packed
+// as they are read. Numbers: scores and sums in float, weights rounded to bfloat16.
+#pragma once
+
+#include "amx.h"
+#include "cached_rows.h"
+
+namespace kvbackend::KVBACKEND_ISA {
+
+// The keys of a tile, 16 at a time, in one or two parts of their dims.
+struct KeyTiles {
+  struct Part {
+    int64_t dims;
+    const bf16* at[kMostKeys / kSide];
+    int64_t row_bytes[kMostKeys / kSide];
+  };
+  Part part[2];
+  int parts = 1;
+};
+
+// Queries [width, dim] of a kv head as B tiles, for each strip and each 32 dims: rows of the head are columns.
+inline void pack_head(const bf16* queries, int64_t width, int64_t dim, bf16* out) {
+  for (int64_t row = 0; row < width; row += kSide) pack_queries(queries + row * dim, dim, out + row * dim);
+}
+
+// function(part, d): every kDepth dims of the parts [first, last), d being where they are among those of the queries.
+template <class F>
+[[gnu::always_inline]] inline void each_depth(const KeyTiles& keys, int first, int last, F&& function) {
+  int64_t start = first ? keys.part[0].dims : 0;
+  for (int i = first; i < last; start += keys.part[i++].dims) {
+    for (int64_t d = 0; d < keys.part[i].dims; d += kDepth) function(keys.part[i], d, start + d);
+  }
+}
+
+// Scores of K x 16 keys from `group` on for R strips, which stay in registers.
+template <int K, int R, class Ahead>
+void score_strips(const KeyTiles& keys, int first, int last, int64_t group, const bf16* queries, int64_t dim,
+                  float* scores, Ahead& ahead) {
+  each<K * R>([](auto c) { tile_zero<c>(); });
+  each_depth(keys, first, last, [&](const KeyTiles::Part& part, int64_t d, int64_t at) {
+    ahead.step();
+    each<R>([&](auto r) { tile_load<6 + r>(queries + r * kSide * dim + at * kSide, 64); });
+    each<K>([&](auto k) {
+      tile_load<4 + k % 2>(part.at[group + k] + d, part.row_bytes[group + k]);
+      each<R>([&](auto r) { tile_multiply<k * R + r, 4 + k % 2, 6 + r>(); });
+    });
+  });
+  each<K>([&](auto k) {
+    each<R>([&](auto r) { tile_store<k * R + r>(scores + (r * kMostKeys + (group + k) * kSide) * kSide, 64); });
+  });
+}
+
+// Scores of the parts [first, last) of `count` keys and the rows of a head. Up to 4 groups of keys are read.
+template <class Ahead>
+void score_head(const KeyTiles& keys, int first, int last, int64_t count, const bf16* queries, int64_t width,
+                int64_t dim, float* scores, Ahead& ahead) {
+  const int64_t groups = (count + kSide - 1) / kSide;
+  const int64_t whole = width / (2 * kSide) * 2 * kSide;  // rows in pairs of strips
+  for (int64_t group = 0; group < groups; group += 2) {   // two groups of keys stay in L1 for all of them
+    for (int64_t row = 0; row < whole; row += 2 * kSide)
+      score_strips<2, 2>(keys, first, last, group, queries + row * dim, dim, scores + row * kMostKeys, ahead);
+  }
+  for (int64_t group = 0; whole < width && group < groups; group += 4)
+    score_strips<4, 1>(keys, first, last, group, queries + whole * dim, dim, scores + whole * kMostKeys, ahead);
+}
+
+constexpr int64_t kPackStep = 8;  // values that are packed until the next rows are asked for
+
+// Rows of values as B tiles [count / 32, dims / 16]. The unpacking leaves the columns of each two tiles in an order of
+// its own, which unpack_sums undoes. Rows past count become 0.
+template <class Ahead>
+void pack_values(const bf16* const* rows, int64_t dims, int64_t count, bf16* out, Ahead& ahead) {
+  for (int64_t first = 0; first < count; first += kDepth) {
+    for (int64_t i = 0; i < kDepth; i += 2) {
+      if (i % kPackStep == 0) ahead.step();
+      const int64_t n = first + i;
+      const __mmask32 has_a = n < count ? ~0u : 0, has_b = n + 1 < count ? ~0u : 0;
+      const bf16 *a = rows[n], *b = rows[n + 1];
+      bf16* tiles = out + first * dims + i * kSide;
+      for (int64_t d = 0; d < dims; d += kDepth, tiles += 2 * kTileNumbers) {
+        const __m512i x = _mm512_maskz_loadu_epi16(has_a, a + d), y = _mm512_maskz_loadu_epi16(has_b, b + d);
+        _mm512_storeu_si512(tiles, _mm512_maskz_unpacklo_epi16(~0u, x, y));
+        _mm512_storeu_si512(tiles + kTileNumbers, _mm512_maskz_unpackhi_epi16(~0u, x, y));
+      }
+    }
+  }
+}
+
+// A row of sums in the order of its dims, from a strip's tiles that begin with it.
+inline void unpack_sums(const float* sums, int64_t dims, float* out) {
+  constexpr auto numbers = std::make_integer_sequence<int, 16>{};
+  for (int64_t d = 0; d < dims; d += kDepth) {
+    const Vec low = load(sums + d * kSide), high = load(sums + (d + kSide) * kSide);
+    store(out + d, mix_lanes<0, 4, 1, 5>(low, high, numbers));
+    store(out + d + kSide, mix_lanes<2, 6, 3, 7>(low, high, numbers));
+  }
+}
+
+// A strip's weights [count, kSide] as A tiles [count / 32]: its rows are rows, keys are columns. Keys past count weigh
+// 0.
+inline void pack_weights(const float* weights, int64_t count, bf16* out) {
+  const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);  // a0 b0 a1 b1 ..
+  for (int64_t n = 0; n < count; n += kDepth) {
+    Vec keys[kSide];
+    for (int64_t i = 0; i < kSide; ++i) {
+      const float* key = weights + (n + 2 * i) * kSide;
+      const __m512 a = _mm512_maskz_loadu_ps(n + 2 * i < count ? 0xffff : 0, key);
+      const __m512 b = _mm512_maskz_loadu_ps(n + 2 * i + 1 < count ? 0xffff : 0, key + kSide);
+      keys[i] = (Vec)_mm512_maskz_permutexvar_epi16(~0u, pairs, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    }
+    transpose(keys);
+    std::memcpy(static_cast<void*>(out + n * kSide), keys, sizeof keys);
+  }
+}
+
+// A strip's sums, each row times its decay.
+inline void decay_sums(float* sums, int64_t dims, const float* decay) {
+  bool any = false;
+  for (int64_t row = 0; row < kSide; ++row) any |= decay[row] != 1.0f;
+  for (int64_t i = 0; any && i < dims; ++i) store(sums + i * kSide, load(sums + i * kSide) * decay[i % kSide]);
+}
+
+// sums += weights * values: R strips x C tiles of columns in registers while the keys go by.
+template <int R, int C, class Ahead>
+void weigh_strips(const bf16* weights, const bf16* values, int64_t count, int64_t dims, float* sums, Ahead& ahead) {
+  const auto sum = [&](int64_t r, int64_t c) { return sums + r * kSide * dims + c * kSide * kSide; };
+  each<R>([&](auto r) { each<C>([&](auto c) { tile_load<r * C + c>(sum(r, c), 64); }); });
+  for (int64_t n = 0; n < count; n += kDepth) {
+    ahead.step();
+    each<R>([&](auto r) { tile_load<4 + r>(weights + (r * kMostKeys + n) * kSide, 64); });
+    each<C>([&](auto c) {
+      tile_load<6 + c % 2>(values + n * dims + c * kTileNumbers, 64);
+      each<R>([&](auto r) { tile_multiply<r * C + c, 4 + r, 6 + c % 2>(); });
+    });
+  }
+  each<R>([&](auto r) { each<C>([&](auto c) { tile_store<r * C + c>(sum(r, c), 64); }); });
+}
+
+// All columns of a head: packed weights [strips, kMostKeys / 32], packed values, sums. A few tiles of columns stay in
+// L1 for all rows.
+template <class Ahead>
+void weigh_head(const bf16* weights, int64_t width, const bf16* values, int64_t count, int64_t dims, float* sums,
+                Ahead& ahead) {
+  int64_t d = 0;
+  for (; width == kSide && d + 2 * kDepth <= dims; d += 2 * kDepth)
+    weigh_strips<1, 4>(weights, values + d * kDepth, count, dims, sums + d * kSide, ahead);
+  for (; d < dims; d += kDepth) {
+    const bf16* columns = values + d * kDepth;
+    const auto at = [&](int64_t row) { return sums + row * dims + d * kSide; };
+    int64_t row = 0;
+    for (; row + 2 * kSide <= width; row += 2 * kSide)
+      weigh_strips<2, 2>(weights + row * kMostKeys, columns, count, dims, at(row), ahead);
+    if (row < width) weigh_strips<1, 2>(weights + row * kMostKeys, columns, count, dims, at(row), ahead);
+  }
+}
+
+}  // namespace kvbackend::KVBACKEND_ISA
