@@ -175,6 +175,13 @@ def test_sparse_attention_says_what_it_did(run, folder):
     assert (code, "decode stages" in out, "gather in place" in out) == (0, True, True)
 
 
+def test_reselect_goes_with_a_topk_of_the_format(run, folder):
+    options = "--kv-format", "int8,topk=32", "--sparse-reselect", 4
+    code, out, err = run("--model", folder, "--json", "w1", "--max-new-tokens", 2, *options, *ON_REFERENCE)
+    assert code == 0, err
+    assert json.loads(out)["scheme"] == "int8,topk=32,reselect=4"
+
+
 @pytest.mark.parametrize(
     ("options", "prefill", "decode"),
     [

@@ -134,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
     given = profile.read(args.profile) if args.profile is not None else None
     named = {f"--{name.replace('_', '-')}": getattr(args, name) for name in SCHEME_OPTIONS}
     profile.alone(args.profile, [name for name, value in named.items() if value is not None])
-    if args.sparse_reselect is not None and not args.sparse_topk:
+    if args.sparse_reselect is not None and "topk=" not in scheme_of(args):  # --kv-format may hold it
         raise ArgumentError("--sparse-reselect is given without --sparse-topk; it says how often to choose: add it")
     scheme = parse(given.scheme if given else scheme_of(args))
     if args.sparse_from is not None and not scheme.topk:
