@@ -78,7 +78,7 @@ class GroupedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.unflatten(0, (self.groups, -1))  # [groups, rank, group_width]
-        return torch.einsum("tgi,gri->tgr", x.reshape(len(x), self.groups, -1), weight).flatten(1)
+        return torch.einsum("tgi,gri->tgr", x.reshape(len(x), self.groups, weight.shape[-1]), weight).flatten(1)
 
 
 class Rotary:

@@ -176,7 +176,7 @@ def test_sequences_of_a_batch_are_alone():
     alone = [Run().chunks(text, []) for text in texts]
     run, done = Run(), [0, 0, 0]
     seqs = [run.cache.new_sequence() for _ in texts]
-    for counts in ((11, 0, 3), (1, 20, 1), (5, 1, 1)):
+    for counts in ((11, 0, 3), (0, 0, 0), (1, 20, 1), (5, 1, 1)):
         order = sorted(range(3), key=lambda i: (counts[i], i))
         out = run.step(*((seqs[i], texts[i][done[i] : done[i] + counts[i]]) for i in order))
         for i, part in zip(order, out.split([counts[i] for i in order]), strict=True):

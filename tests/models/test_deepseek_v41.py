@@ -223,7 +223,7 @@ def test_sequences_of_a_batch_are_alone():
     alone = [Model().chunks(text, []) for text in texts]
     model, done = Model(), [0, 0, 0]
     seqs = [model.cache.new_sequence() for _ in texts]
-    for counts in ((11, 0, 3), (1, 20, 1), (5, 1, 1), (1, 1, 12), (1, 9, 1)):
+    for counts in ((11, 0, 3), (0, 0, 0), (1, 20, 1), (5, 1, 1), (1, 1, 12), (1, 9, 1)):
         order = sorted(range(3), key=lambda i: (counts[i], i))
         out = model.step(*((seqs[i], texts[i][done[i] : done[i] + counts[i]]) for i in order))
         for i, part in zip(order, out.split([counts[i] for i in order]), strict=True):
