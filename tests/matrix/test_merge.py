@@ -84,9 +84,9 @@ def test_without_runs_the_backends_own_words_stand() -> None:
     npu, triton = backends.registered()["npu"], backends.registered()["cuda_triton"]
     assert merge.known("absorb_q", "npu", []) == npu.evidence
     assert "not executed" in npu.evidence
-    assert merge.known("reshape_and_cache", "cuda", []) == triton.evidence
-    assert "not run" in triton.evidence
-    assert merge.known("absorb_q", "cuda", []) == triton.evidence_of("absorb_q") != triton.evidence
+    for op in ("reshape_and_cache", "absorb_q"):
+        assert merge.known(op, "cuda", []) == triton.evidence_of(op) != triton.evidence
+        assert "not run" in triton.evidence_of(op)
     assert merge.known("paged_attention", "cpu", []) == "built, not run"
     assert merge.known("gather_cache", "xpu", []) == "reference"  # a kind of device that no backend serves
     for backend in backends.registered().values():
@@ -101,7 +101,7 @@ def test_a_devices_results_take_the_place_of_the_words(write) -> None:
     assert merge.known("gather_cache", "cuda", runs) == "pass [1]"
     assert merge.known("reshape_and_cache", "cuda", runs) == "**1 of 3 fail**, 1 of 3 pass, 1 refused [1]"
     assert merge.known("quantize_kv", "cuda", runs) == "**1 of 1 fail**, 0 of 1 pass [1]"
-    assert merge.known("apply_rope", "cuda", runs) == backends.registered()["cuda_triton"].evidence
+    assert merge.known("apply_rope", "cuda", runs) == backends.registered()["cuda_triton"].evidence_of("apply_rope")
     assert merge.known("gather_cache", "cpu", runs) == "built, not run"
     text = merge.table(runs)
     line = "- [1] cuda: a cuda, sm\\_90; python 3.11.7, torch 2.13.0+cu130, cuda 13.0, triton 3.7.1; kvbackend 0.1.0"
@@ -128,7 +128,7 @@ def test_what_a_backend_says_of_a_device_that_is_not_there_is_no_evidence(write)
 def test_several_backends_of_a_device_are_told_apart(write) -> None:
     document = made("cuda", ("gather_cache", "elsewhere", "pass", "padding", "float32"))
     runs = read(write("a.json", document))
-    triton = backends.registered()["cuda_triton"].evidence
+    triton = backends.registered()["cuda_triton"].evidence_of("gather_cache")
     assert merge.known("gather_cache", "cuda", runs) == f"cuda_triton: {triton}; elsewhere: pass [1]"
 
 
