@@ -254,7 +254,7 @@ def drawn(call: dict[str, Any], device: str, generator: torch.Generator) -> dict
             value = (torch.arange(meta.shape[-1]) * 2).expand(meta.shape)
         elif name == "slot_mapping":
             value = torch.randperm(rows_of(call, cache), generator=generator)[: len(meta)]
-        elif name in ("topk_indices", "pages"):  # stretches of one permutation
+        elif name in ("topk_indices", "pages") and "seq_lens" in call:  # stretches of one permutation
             longest = rows_of(call, cache) // call["seq_lens"].shape[0]
             longest //= call["page_size"] if name == "pages" else 1
             starts = torch.randint(longest, (*meta.shape[:-1], 1), generator=generator)
