@@ -28,6 +28,8 @@ class Kind(NamedTuple):
 
 
 def _is_whole(value: Any) -> bool:
+    if type(value) is int:  # nearly always: methods that are called for each layer and step check lists of these
+        return -(2**63) <= value < 2**63
     if isinstance(value, bool):
         return False
     try:
@@ -114,8 +116,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         if not kinds:
             kinds.update(_kinds(function))
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            if name in kinds:
-                need(name, value, kinds[name])
+            kind = kinds.get(name)
+            if kind is not None and not kind.fits(value):
+                need(name, value, kind)
         return function(*args, **kwargs)
 
     return call

@@ -112,10 +112,10 @@ def in_turn(function: Callable[..., Any], calls: Sequence[dict[str, Any]]) -> Ca
 
 
 def keep_freed_memory() -> None:
-    """Have this process's heap keep what is freed, where the C library is glibc and THP_MEM_ALLOC_ENABLE is set.
+    """Have this process's heap keep what is freed, where the C library is glibc.
 
     Else it depends on what lies beside it on the heap whether a new output of some MiB has pages already or faults
-    them in, which can take three times as long as filling it.
+    them in, which can take three times as long as filling it. Without THP_MEM_ALLOC_ENABLE they still fault.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
