@@ -20,7 +20,6 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from kvbackend import backends
 from kvbackend.matrix import Cell, cells, copy_arguments, difference, documents, summarize
 from kvbackend.ops import registry
 
+from .. import device_times
 from . import interpreted, peers, shapes
 
 PEERS = ("flashinfer", "flash_mla", "flash_attn", "deep_gemm")
@@ -45,7 +45,6 @@ class Check:
         self.device = "cpu" if dry else "cuda"
         self.shapes = shapes.SMALL if dry else shapes.FULL
         self.calls = list(self.shapes.calls())[:: 4 if dry else 1]
-        self.rounds = 1 if dry else 30
         self.start = time.monotonic()
         self.found: dict[str, Any] = {"dry": dry, "torch": torch.__version__, "triton": version("triton")}
         self.found["importable peers"] = [name for name in PEERS if find_spec(name)]
@@ -133,36 +132,10 @@ class Check:
     # ---------------------------------------------------------------------------------------------------- times
 
     def median_us(self, call: Callable[[], Any]) -> float:
-        """Of rounds that each start with a cold L2."""
-        if self.dry:
-            start = time.perf_counter()
-            call()
-            return (time.perf_counter() - start) * 1e6
-        flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-        taken = []
-        for _ in range(3):
-            call()
-        for _ in range(self.rounds):
-            flush.zero_()
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            call()
-            after.record()
-            after.synchronize()
-            taken.append(before.elapsed_time(after) * 1e3)
-        return median(taken)
-
-    def ceilings(self) -> tuple[float, float]:
-        """GB/s of a copy, read and written; TFLOP/s of a bfloat16 matmul."""
-        source = torch.empty(1 << (16 if self.dry else 30), dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        copy = 2 * source.numel() / self.median_us(lambda: target.copy_(source)) / 1e3
-        size = 64 if self.dry else 8192
-        a = torch.randn(size, size, device=self.device).bfloat16()
-        return copy, 2 * size**3 / self.median_us(lambda: a @ a) / 1e6
+        return device_times.median_us(call, self.device, self.dry)
 
     def times(self) -> bool:
-        copy, matmul = self.ceilings()
+        copy, matmul = device_times.ceilings(self.device, self.dry)
         self.write("ceilings", {"copy_gbs": copy, "matmul_tflops": matmul})
         report = []
         sizes = shapes.SMALL if self.dry else shapes.LARGE

@@ -101,7 +101,7 @@ def main() -> int:
             print(f"{part}: {name}: {fault or 'as it should be'}")
             faulty += [name] if fault else []
     rows = []
-    for row in times.Timer(options.fake).rows():
+    for row in times.rows(options.fake):
         print(f"{'FAKE ' if options.fake else ''}{times.line(row)}")
         rows.append(row)
     if options.json:

@@ -2,75 +2,35 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from statistics import median
+from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from kvbackend import backends
 from kvbackend.ops import registry
+from tests import device_times
 from tests.cuda_triton import gpu_check, shapes
 from tests.npu.device.moving import moved
 
-ROUNDS = 30
 
-
-class Timer:
-    """Medians by the device's events, each round with a cold L2; dry, of one call by the host's clock."""
-
-    def __init__(self, dry: bool) -> None:
-        self.dry = dry
-        self.sizes = shapes.SMALL if dry else shapes.FULL
-        self.flush = torch.empty(1 << (10 if dry else 28), dtype=torch.uint8, device="npu:0")
-
-    def median_us(self, call: Callable[[], Any]) -> float:
-        if self.dry:
-            start = time.perf_counter()
-            call()
-            return (time.perf_counter() - start) * 1e6
-        taken = []
-        for _ in range(3):
-            call()
-        for _ in range(ROUNDS):
-            self.flush.zero_()
-            before, after = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
-            before.record()
-            call()
-            after.record()
-            after.synchronize()
-            taken.append(before.elapsed_time(after) * 1e3)
-        return median(taken)
-
-    def ceilings(self) -> tuple[float, float]:
-        """GB/s of a copy, read and written; TFLOP/s of a bfloat16 matmul on the cube cores."""
-        source = torch.empty(1 << (16 if self.dry else 30), dtype=torch.uint8, device="npu:0")
-        target = torch.empty_like(source)
-        copy = 2 * source.numel() / self.median_us(lambda: target.copy_(source)) / 1e3
-        size = 64 if self.dry else 8192
-        a = torch.ones(size, size, dtype=torch.bfloat16).to("npu:0")
-        return copy, 2 * size**3 / self.median_us(lambda: a @ a) / 1e6
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each hot call: its time on the first backend that takes it, or why none does."""
-        copy, matmul = self.ceilings()
-        yield dict(copy_gbs=copy, cube_tflops=matmul)
-        for op, case, call in self.sizes.calls():
-            args = registry[op].bind((), gpu_check.materialize(as_ascend_has_it(call), "cpu"))
-            adapter, name, reasons = taker(op, args)
-            row: dict[str, Any] = dict(op=op, case=case)
-            if adapter is None:
-                yield row | dict(refused=reasons)
-                continue
-            on_device = moved(args, "npu:0")
-            taken = self.median_us(lambda run=adapter.run, held=on_device: run(**held))
-            gbs, operations = gpu_check.traffic(op, args) / taken / 1e3, gpu_check.flops(op, args)
-            row |= dict(backend=name, median_us=taken, gbs=gbs, percent_of_copy=100 * gbs / copy)
-            if operations:
-                tflops = operations / taken / 1e6
-                row |= dict(tflops=tflops, percent_of_cube=100 * tflops / matmul)
-            yield row
+def rows(dry: bool) -> Iterator[dict[str, Any]]:
+    """A row for each hot call: its time on the first backend that takes it, or why none does."""
+    copy, matmul = device_times.ceilings("npu:0", dry)
+    yield dict(copy_gbs=copy, cube_tflops=matmul)
+    for op, case, call in (shapes.SMALL if dry else shapes.FULL).calls():
+        args = registry[op].bind((), gpu_check.materialize(as_ascend_has_it(call), "cpu"))
+        adapter, name, reasons = taker(op, args)
+        row: dict[str, Any] = dict(op=op, case=case)
+        if adapter is None:
+            yield row | dict(refused=reasons)
+            continue
+        on_device = moved(args, "npu:0")
+        taken = device_times.median_us(lambda run=adapter.run, held=on_device: run(**held), "npu:0", dry)
+        gbs, operations = gpu_check.traffic(op, args) / taken / 1e3, gpu_check.flops(op, args)
+        row |= dict(backend=name, median_us=taken, gbs=gbs, percent_of_copy=100 * gbs / copy)
+        if operations:
+            tflops = operations / taken / 1e6
+            row |= dict(tflops=tflops, percent_of_cube=100 * tflops / matmul)
+        yield row
 
 
 def as_ascend_has_it(call: dict[str, Any]) -> dict[str, Any]:
