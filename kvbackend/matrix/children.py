@@ -135,7 +135,8 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=self._output,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            # threads that wait would spin: beside others that work, the cells took five times as long
+            env={"OMP_WAIT_POLICY": "passive"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,
             pass_fds=(write,),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,6 +69,25 @@ class Cell(Key):
         return asdict(self)
 
 
+class Expected:
+    """What the reference in float64, which rounds nowhere that matters, makes of a sample: once for all backends.
+
+    It runs on the host: devices lack operations in float64, or do them slowly.
+    """
+
+    def __init__(self, op: Op, args: Mapping[str, Any]) -> None:
+        self.op, self.before = op, copy_arguments(args, "cpu")
+
+    @cached_property
+    def results(self) -> dict[str, Tensor]:
+        """What the call gives back and writes, by name; worked out when first asked for."""
+        wanted = in_float64(self.op, self.before)
+        return flat_results(self.op, self.op.reference(**self.op.bind((), wanted)), wanted)
+
+
+Case = tuple[str, dict[str, Any], Expected]
+
+
 def cells(
     ops: Iterable[str] | None = None,
     only_backends: Iterable[str] | None = None,
@@ -75,11 +95,17 @@ def cells(
     dtypes: Iterable[torch.dtype] = DTYPES,
 ) -> Iterator[Cell]:
     """Walk ops x backends of the device x dtypes x samples in this process, in the registry's order."""
-    for op_name in ops or registry:
+    for op in map(registry.__getitem__, ops or registry):
+        cases = {dtype: cases_of(op, device, dtype) for dtype in dtypes}
         for backend in served(device, only_backends):
-            for dtype in dtypes:
-                for sample, args in registry[op_name].make_samples(device, dtype):
-                    yield run_cell(registry[op_name], backend, device, dtype, sample, args)
+            for dtype, samples in cases.items():
+                yield from (run_cell(op, backend, device, dtype, *case) for case in samples)
+
+
+def cases_of(op: Op, device: str, dtype: torch.dtype, quick: bool = False) -> list[Case]:
+    """The samples of an op, for all backends: name, arguments, and what is expected of each."""
+    made = op.make_samples(device, dtype)
+    return [(name, args, Expected(op, args)) for name, args in (quick_samples(made) if quick else made)]
 
 
 def served(device: str, only_backends: Iterable[str] | None = None) -> list[str]:
@@ -109,18 +135,22 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def run_cell(op: Op, backend: str, device: str, dtype: torch.dtype, sample: str, args: Mapping[str, Any]) -> Cell:
-    """Run one sample on one backend and judge it by the reference in float64, which rounds nowhere that matters.
-
-    The reference runs on the host: devices lack operations in float64, or do them slowly.
-    """
+def run_cell(
+    op: Op,
+    backend: str,
+    device: str,
+    dtype: torch.dtype,
+    sample: str,
+    args: Mapping[str, Any],
+    expected: Expected | None = None,
+) -> Cell:
+    """Run one sample on one backend and judge it by the reference in float64; expected: of that sample."""
     about = op.name, backend, device, name_of(dtype), format_of(args), sample
     evidence = f"contract sample, torch {torch.__version__}"
     if backend == "cpu":
         evidence += f", {library('cpu').isa} kernels"
-    before = copy_arguments(args, "cpu")
-    wanted = in_float64(op, before)
-    want = flat_results(op, op.reference(**op.bind((), wanted)), wanted)
+    expected = expected or Expected(op, args)
+    want = expected.results
     try:
         got = copy_arguments(args)
         with use(backend, ops=op.name):
@@ -145,7 +175,7 @@ def run_cell(op: Op, backend: str, device: str, dtype: torch.dtype, sample: str,
     faults += [
         f"{name} was written, but the op does not declare it"
         for name, value in after.items()
-        if isinstance(value, Tensor) and name not in op.mutates and difference(value, before[name])
+        if isinstance(value, Tensor) and name not in op.mutates and difference(value, expected.before[name])
     ]
     return Cell(*about, "fail" if faults else "pass", tuple(faults), largest, evidence)
 

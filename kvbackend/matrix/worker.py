@@ -7,6 +7,7 @@ one a crash belongs to. Past a cell that left the device unusable it ends; `chil
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import os
 import select
@@ -41,22 +42,25 @@ def main(pipe: int) -> int:
     def say(**message: Any) -> None:
         os.write(pipe, json.dumps(message).encode() + b"\n")
 
+    @functools.lru_cache(len(group["dtypes"]))  # those of one op, which every backend in turn is judged by
+    def cases(op: str, dtype: torch.dtype) -> list[judge.Case]:
+        return judge.cases_of(registry[op], group["device"], dtype, group["quick"])
+
     def turn(op: str, backend: str, dtype: torch.dtype) -> bool:
         """The cells of one op, backend and dtype; False past one after which nothing can run."""
         making = Key(op, backend, group["device"], judge.name_of(dtype), "", MAKING)
         if making in done:
             return True
         say(begin=asdict(making))
-        samples = registry[op].make_samples(group["device"], dtype)
-        for sample, args in judge.quick_samples(samples) if group["quick"] else samples:
+        for sample, args, expected in cases(op, dtype):
             key = replace(making, format=judge.format_of(args), sample=sample)
             if key not in done:
                 say(begin=asdict(key))
-                cell = judge.run_cell(registry[op], backend, group["device"], dtype, sample, args)
+                cell = judge.run_cell(registry[op], backend, group["device"], dtype, sample, args, expected)
                 say(cell=cell.to_dict())
                 if cell.status == "fail" and cell.max_error is None and not usable(group["device"]):
                     return False
-                say(begin=asdict(making))  # the next one, if there is one
+                say(begin=asdict(making))  # an end between two cells is told as the end of neither
         return True
 
     for op in group["ops"]:

@@ -124,6 +124,23 @@ def test_samples_that_cannot_be_made_leave_the_cells_untested(
     assert [cell.sample for cell in rest] == SAMPLES
 
 
+def test_the_reference_is_asked_once_for_all_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'kvbackend.matrix.worker' in sys.orig_argv:\n"
+        "    from kvbackend.matrix import judge\n"
+        "    in_float64 = judge.in_float64\n"
+        "    judge.in_float64 = lambda op, args: print('asked', file=open(told, 'a')) or in_float64(op, args)\n"
+        f"told = {str(tmp_path / 'told')!r}\n"
+    )
+    found = list(children.run(children.Group(["topk_indices"], ["cpu", "reference"], "cpu", ["float32"], quick=False)))
+    assert [(cell.backend, cell.sample, cell.status) for cell in found] == [
+        (backend, sample, "pass") for backend in ("cpu", "reference") for sample in SAMPLES
+    ]
+    assert (tmp_path / "told").read_text().split() == ["asked"] * len(SAMPLES)
+
+
 def test_a_device_that_is_lost_is_taken_up_by_another_process(install) -> None:
     """Past a fault of a kernel nothing computes in that process: the rest must not fail for it."""
     install(
