@@ -9,7 +9,8 @@ import numbers
 import operator
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -44,6 +45,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
+def _is_iterable(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+
+
 def _is_of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
@@ -73,16 +80,14 @@ def kind_of(hint: Any) -> Kind:
         one = kind_of(inner[0])
         return Kind(
             f"a sequence, each {one.words}",
-            lambda value: (
-                isinstance(value, Collection)
-                and not isinstance(value, (str, bytes, Mapping))
-                and all(map(one.fits, value))
-            ),
+            lambda value: isinstance(value, Collection) and _is_iterable(value) and all(map(one.fits, value)),
         )
+    if origin is Iterable:  # what comes out of it is checked by who goes through it, which may be possible once
+        return Kind(f"an iterable, each {kind_of(inner[0]).words}", _is_iterable)
     if origin is Mapping:
         one = kind_of(inner[1])
         return Kind(
-            f"a mapping of names, each to {one.words}",
+            f"a mapping, each value {one.words}",
             lambda value: isinstance(value, Mapping) and all(map(one.fits, value.values())),
         )
     if origin is Callable:
@@ -97,6 +102,17 @@ def need(name: str, value: Any, kind: Kind) -> None:
     if not kind.fits(value):
         got = repr(value) if isinstance(value, (str, bytes, numbers.Number, type(None))) else type(value).__name__
         raise ArgumentError(f"{name} is {got}; it must be {kind.words}: pass one")
+
+
+def need_sizes(owner: object, least: int = 1, most: int = 2**20, **sizes: int) -> None:
+    """Raise ArgumentError unless these fields of a record, or arguments of another object, are within these bounds.
+
+    The products of sizes up to the default one fit 64 bits, as far as there is memory for them.
+    """
+    of = f" of {type(owner).__name__}" if is_dataclass(owner) else ""
+    for name, size in sizes.items():
+        if not least <= size <= most:
+            raise ArgumentError(f"{name}{of} is {size}; it must be from {least} to {most}: pass what the model needs")
 
 
 def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, Kind]]:

@@ -12,7 +12,8 @@ from .. import formats, ops
 from ..codecs.records import unpack_record
 from ..errors import ArgumentError
 from ..layouts import empty_pages
-from .layers import MlaLayer, MlaPages, PageSizes, Scales, need_sizes
+from ..typed import need_sizes
+from .layers import MlaLayer, MlaPages, PageSizes, Scales
 from .parts import Part
 
 

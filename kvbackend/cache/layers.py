@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import formats, ops
 from ..errors import ArgumentError
 from ..layouts import LAYOUTS, allocate_kv, empty_pages
-from ..typed import check_fields
+from ..typed import check_fields, need_sizes
 from . import kivi
 from .parts import Part, format_of, formats_of, is_quantized
 
@@ -371,12 +371,3 @@ def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 def _need_layout(layout: str) -> None:
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}: choose one")
-
-
-def need_sizes(layer: object, least: int = 1, **sizes: int) -> None:
-    """Raise ArgumentError unless these fields of a layer are at least so large."""
-    for name, size in sizes.items():
-        if size < least:
-            raise ArgumentError(
-                f"{name} of {type(layer).__name__} is {size}; it must be {least} or more: pass the sizes of the model"
-            )

@@ -14,15 +14,13 @@ from torch import Tensor
 
 from .. import formats, ops
 from ..errors import ArgumentError
-from ..typed import checked
+from ..typed import checked, need_sizes
 from . import kivi
 from .dsa import DsaPages
 from .kept import Append, Kept
 from .layers import FullRows, GqaPages, Layer, MlaPages, Pages, PageSizes, Scales, static_scales
 from .parts import is_quantized, usable
-from .pool import BlockPool
-
-MAX_BLOCKS = 2**31 - 1  # block tables are int32
+from .pool import MAX_BLOCKS, BlockPool
 
 KVFormats = str | Sequence[str] | Callable[[int], str]
 
@@ -104,6 +102,7 @@ class PagedCache:
         keep_blocks: int | None = None,
     ) -> None:
         num_blocks, block_size = index(num_blocks), index(block_size)
+        need_sizes(self, block_size=block_size)
         self.specs = tuple(layers)
         self.kv_formats = formats_of_layers(kv_format, len(self.specs))
         self.bytes_per_token = _bytes_per_token(self.specs, block_size, dtype, self.kv_formats)
@@ -180,6 +179,7 @@ class PagedCache:
                     f"{name} is {count}; the cache has {held.num_blocks if held else 0} and can only grow"
                     f"{'' if held else ' where keep_recent or keep_sinks was given'}: pass at least that"
                 )
+            need_sizes(self, 0, MAX_BLOCKS, **{name: count})
         full_blocks = self._no_blocks(num_blocks if full else 0)
         full_blocks[: len(self._full_blocks)] = self._full_blocks
         scales = [pages.static_scales for pages in self.layers]
@@ -347,13 +347,8 @@ class PagedCache:
         Returns block_table [B, max_blocks] (-1 past the end of a sequence), seq_lens [B], cu_seqlens_q [B+1], all int32
         on the cache's device, and max_seqlen_q.
         """
-        sequences, counts = self._batch_of(seqs, q_lens, "q_lens")
-        for seq, sequence, count in zip(seqs, sequences, counts, strict=True):
-            if count > sequence.length:
-                raise ArgumentError(
-                    f"q_lens asks for {count} queries of sequence {seq}, which has {sequence.length} tokens; queries "
-                    f"are its last tokens: append them first"
-                )
+        counts = self.last_tokens(seqs, q_lens, "q_lens")
+        sequences = [self._sequence(seq) for seq in seqs]
         width = max((len(sequence.table) for sequence in sequences), default=0)
         tables = [sequence.table + [-1] * (width - len(sequence.table)) for sequence in sequences]
         return {
@@ -362,6 +357,18 @@ class PagedCache:
             "cu_seqlens_q": self._tensor(list(accumulate(counts, initial=0)), torch.int32),
             "max_seqlen_q": max(counts, default=0),
         }
+
+    @checked
+    def last_tokens(self, seqs: Sequence[int], counts: Sequence[int], name: str) -> list[int]:
+        """The counts; raises ArgumentError unless there is one for each sequence, which has so many tokens."""
+        sequences, counts = self._batch_of(seqs, counts, name)
+        for seq, sequence, count in zip(seqs, sequences, counts, strict=True):
+            if count > sequence.length:
+                raise ArgumentError(
+                    f"{name} asks for {count} tokens of sequence {seq}, which has {sequence.length}; they are its last "
+                    f"ones: append them first"
+                )
+        return counts
 
     @checked
     def pages(self, layer: int) -> Pages:

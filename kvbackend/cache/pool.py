@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from operator import index
 
 from ..errors import ArgumentError
+from ..typed import checked, kind_of, need, need_sizes
+
+MAX_BLOCKS = 2**31 - 1  # block tables are int32
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818  (a state that callers handle, by preempting or waiting, not a mistake)
@@ -46,12 +50,15 @@ class BlockPool:
     Source: vLLM's block pool (arXiv 2309.06180, section 4.3).
     """
 
+    @checked
     def __init__(self, num_blocks: int, reserved: int = 0, what: str = "blocks") -> None:
+        num_blocks, reserved = index(num_blocks), index(reserved)
         if not 0 <= reserved <= num_blocks:
             raise ArgumentError(
                 f"num_blocks is {num_blocks} and reserved is {reserved}; reserved must be from 0 to num_blocks: "
                 f"pass the number of blocks in the cache, and how many at its start to keep out of use"
             )
+        need_sizes(self, 0, MAX_BLOCKS, num_blocks=num_blocks)
         self.num_blocks = num_blocks
         self.reserved = reserved
         self.what = what
@@ -76,11 +83,12 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         """Holders of a block: 0 for a free or a reserved one."""
-        self._need_block(block)
-        return self._ref_counts[block]
+        return self._ref_counts[self._id(block)]
 
+    @checked
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, each with one holder. Raises OutOfBlocks if there are fewer."""
+        count = index(count)
         if count < 0:
             raise ArgumentError(f"count is {count}; it must be 0 or more: pass the number of blocks to add")
         if count > len(self._free):
@@ -91,21 +99,24 @@ class BlockPool:
         self._peak = max(self._peak, self.num_used)
         return blocks
 
+    @checked
     def grow(self, num_blocks: int) -> None:
         """Have so many blocks from now on; ids that are in use stay as they are."""
+        num_blocks = index(num_blocks)
         if num_blocks < self.num_blocks:
             raise ArgumentError(
                 f"num_blocks is {num_blocks}; the pool has {self.num_blocks} and can only grow: pass at least that"
             )
+        need_sizes(self, 0, MAX_BLOCKS, num_blocks=num_blocks)
         self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)  # handed out after those that are free now
         self._ref_counts += [0] * (num_blocks - self.num_blocks)
         self.num_blocks = num_blocks
 
+    @checked
     def share(self, blocks: Iterable[int]) -> None:
         """Add a holder to each of these blocks, all in use; one named twice gets two."""
-        blocks = tuple(blocks)
+        blocks = tuple(map(self._id, blocks))
         for block in blocks:
-            self._need_block(block)
             if self._ref_counts[block] == 0:
                 raise ArgumentError(
                     f"share names block {block}, which nobody holds; only a block in use can be shared: allocate it"
@@ -113,11 +124,11 @@ class BlockPool:
         for block in blocks:
             self._ref_counts[block] += 1
 
+    @checked
     def free(self, blocks: Iterable[int]) -> None:
         """Take a holder from each of these blocks, in the order of a sequence; those without one become free."""
-        blocks = tuple(blocks)
+        blocks = tuple(map(self._id, blocks))
         for block, mentions in Counter(blocks).items():
-            self._need_block(block)
             if self._ref_counts[block] < mentions:
                 raise ArgumentError(
                     f"free takes {mentions} from the holders of block {block}; it has {self._ref_counts[block]}: "
@@ -128,11 +139,13 @@ class BlockPool:
             if self._ref_counts[block] == 0:
                 self._free.append(block)
 
-    def _need_block(self, block: int) -> None:
+    def _id(self, block: int) -> int:
+        need("block", block, kind_of(int))
         if not 0 <= block < self.num_blocks:  # a negative id would count from the end
             raise ArgumentError(
                 f"block is {block}; the pool has blocks 0 to {self.num_blocks - 1}: pass an id from allocate"
             )
+        return index(block)
 
     def __repr__(self) -> str:
         return f"<BlockPool: {self.num_used} of {self.num_blocks - self.reserved} blocks in use, peak {self._peak}>"

@@ -14,8 +14,7 @@ from .. import formats, ops
 from ..codecs.records import pack_record, unpack_record
 from ..errors import ArgumentError
 from ..layouts import empty_pages
-from ..typed import check_fields, checked
-from .layers import need_sizes
+from ..typed import check_fields, checked, need_sizes
 
 
 @dataclass(frozen=True)

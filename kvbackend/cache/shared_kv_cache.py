@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import ArgumentError
-from ..typed import checked
+from ..typed import checked, need_sizes
 from .parts import usable
-from .pool import BlockPool
+from .pool import MAX_BLOCKS, BlockPool
 from .shared_kv import SharedKvLayer, SharedKvPages, Sizes
 
 
@@ -109,12 +109,9 @@ class SharedKvCache:
         index_format: str = "auto",
         rewind: int = 1,
     ) -> None:
-        for name, value, least in (
-            ("num_blocks", num_blocks, 0), ("block_size", block_size, 1), ("num_sequences", num_sequences, 1),
-            ("head_dim", head_dim, 1), ("window", window, 1), ("rewind", rewind, 0),
-        ):  # fmt: skip
-            if value < least:
-                raise ArgumentError(f"{name} is {value}; it must be {least} or more: pass the sizes of the model")
+        need_sizes(self, 0, MAX_BLOCKS, num_blocks=num_blocks)
+        need_sizes(self, block_size=block_size, num_sequences=num_sequences, head_dim=head_dim, window=window)
+        need_sizes(self, 0, rewind=rewind)
         for index, layer in enumerate(layers):
             if layer.compress_ratio and block_size % layer.compress_ratio:
                 raise ArgumentError(
@@ -200,11 +197,12 @@ class SharedKvCache:
                 f"num_blocks is {num_blocks}; the cache has {self.sizes.num_blocks} and can only grow: pass at least "
                 f"that"
             )
-        self.sizes = replace(self.sizes, num_blocks=num_blocks)
+        need_sizes(self, 0, MAX_BLOCKS, num_blocks=num_blocks)
+        sizes = replace(self.sizes, num_blocks=num_blocks)
         pages: list[SharedKvPages] = []
         for before in self.layers:
-            pages.append(before.grown(self.sizes, pages))
-        self.layers = tuple(pages)
+            pages.append(before.grown(sizes, pages))
+        self.sizes, self.layers = sizes, tuple(pages)
         self.pool.grow(num_blocks)
 
     @checked

@@ -7,7 +7,7 @@ Source: Quest (arXiv 2406.10774) for the bound; StreamingLLM (arXiv 2309.17453) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import formats, ops
 from ..errors import ArgumentError
+from ..typed import check_fields, checked
 from .kivi import is_kivi
 from .layers import GqaLayer, GqaPages
 from .paged import PagedCache
@@ -24,6 +25,7 @@ from .parts import is_quantized
 from .stages import Stages, advice
 
 TopK = int | Sequence[int] | Callable[[int], int]
+_MOST = 2**31 - 1  # tokens are counted in int32
 _QUERIES = 32  # whose candidate keys are held at a time
 
 
@@ -54,12 +56,18 @@ class Sparsity:
     summaries: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, least in (("sinks", 0), ("recent", 1), ("page_size", 1), ("candidates", 1), ("reselect", 0)):
-            if getattr(self, name) < least:
-                raise ArgumentError(f"{name} is {getattr(self, name)}; it must be {least} or more: pass a count")
+            if not least <= getattr(self, name) <= _MOST:
+                raise ArgumentError(
+                    f"{name} is {getattr(self, name)}; it must be from {least} to {_MOST}: pass a count"
+                )
 
+    @checked
     def of_layer(self, layer: int, num_layers: int) -> int:
         """topk of a layer; raises ArgumentError for a rule that does not give a count of 1 or more."""
+        if not 0 <= layer < num_layers:
+            raise ArgumentError(f"layer is {layer} of {num_layers}; layers are counted from 0: pass one of them")
         if callable(self.topk):
             count = self.topk(layer)
         elif not isinstance(self.topk, Sequence):
@@ -70,8 +78,10 @@ class Sparsity:
                     f"topk has {len(self.topk)} entries for {num_layers} layers; a list has one for each: pass as many"
                 )
             count = self.topk[layer]
-        if not isinstance(count, int) or count < 1:
-            raise ArgumentError(f"topk is {count!r} in layer {layer}; it must be 1 or more: pass a count of tokens")
+        if not isinstance(count, int) or not 1 <= count <= _MOST:
+            raise ArgumentError(
+                f"topk is {count!r} in layer {layer}; it must be from 1 to {_MOST}: pass a count of tokens"
+            )
         return count
 
 
@@ -127,9 +137,10 @@ class SparseAttention:
     Not thread-safe.
     """
 
+    @checked
     def __init__(self, cache: PagedCache, sparsity: Sparsity, dense_below: int | str = 0, timed: bool = False) -> None:
         self.cache, self.sparsity, self.dense_below = cache, sparsity, dense_below
-        if isinstance(dense_below, str) and dense_below != "auto":
+        if dense_below != "auto" if isinstance(dense_below, str) else dense_below < 0:
             raise ArgumentError(f"dense_below is {dense_below!r}; it must be a count of tokens or 'auto': pass one")
         self.topk = tuple(sparsity.of_layer(layer, len(cache.layers)) for layer in range(len(cache.layers)))
         self.stages = Stages(cache.device, timed)
@@ -156,14 +167,16 @@ class SparseAttention:
 
     # ----------------------------------------------------------------------------------------------------- calls
 
+    @checked
     def write(
         self, layer: int, seqs: Sequence[int], counts: Sequence[int], slots: Tensor, key: Tensor, value: Tensor
     ) -> None:
         """Write the newest tokens of sequences, counts of each, already appended; key, value [sum(counts), Hk, D]."""
         pages = self.cache.pages(layer)
+        counts = self._need_rows("counts", counts, seqs, key=key, value=value)
         with self.stages.time("codec") if is_quantized(pages.kv_format) else nullcontext():
             pages.write(slots, key, value)
-        parts = zip(seqs, counts, key.split(list(counts)), value.split(list(counts)), strict=True)
+        parts = zip(seqs, counts, key.split(counts), value.split(counts), strict=True)
         for seq, count, keys, values in parts:
             known = self._known.setdefault(seq, _Known())
             length = self.cache.length(seq) - count
@@ -173,6 +186,7 @@ class SparseAttention:
             with self.stages.time("index"):
                 self._extend(layer, seq, keys, values)
 
+    @checked
     def attend(
         self,
         layer: int,
@@ -189,13 +203,16 @@ class SparseAttention:
         q   [T, H, D], T being sum(q_lens)
         """
         kv_heads = self.cache.pages(layer).caches[0].shape[2]
+        q_lens = self._need_rows("q_lens", q_lens, seqs, q=q)
+        if q.dim() != 3:
+            raise ArgumentError(f"q has shape {tuple(q.shape)}; it must be [T, H, D]: pass each head's query")
         if q.shape[1] % kv_heads:
             raise ArgumentError(
                 f"q has {q.shape[1]} heads and layer {layer} has {kv_heads} kv heads; the first must be a multiple of "
                 f"the second: pass the heads of one rank together"
             )
         outs, lses = [], []
-        for seq, count, queries in zip(seqs, q_lens, q.split(list(q_lens)), strict=True):
+        for seq, count, queries in zip(seqs, q_lens, q.split(q_lens), strict=True):
             if count == 0:
                 continue
             if self._dense(layer, q.shape[1], self.cache.length(seq)):
@@ -216,6 +233,7 @@ class SparseAttention:
             out, _ = ops.merge_attn_states(out[None], lse[None], sinks.float())
         return out, lse if return_lse else lse.new_empty(0)
 
+    @checked
     def chosen(self, layer: int, seq: int) -> Tensor:
         """Positions [Hk, topk] of the last decode step's choice, ascending, -1 unused; raises where there is none."""
         choice = self._known.get(seq, _Known()).choices.get(layer)
@@ -226,27 +244,45 @@ class SparseAttention:
             )
         return choice.positions
 
+    @checked
     def explain(self, layer: int, heads: int, length: int) -> str:
         """Why queries of a layer with so many heads would attend to a sequence of `length` tokens as they do."""
+        self.cache.pages(layer)
+        for name, value, least in (("heads", heads, 1), ("length", length, 0)):
+            if value < least:
+                raise ArgumentError(f"{name} is {value}; it must be {least} or more: pass a count")
         below, why = self._crossover(layer, heads)
         read = self._read(layer)
         if length <= read:
             return f"dense: a choice of {read} tokens would cover all {length}"
         return f"{'dense' if length < below else 'sparse'}: {length} tokens, threshold {below}; {why}"
 
+    @checked
     def choose_again(self, seq: int) -> None:
         """Let the next decode step of a sequence choose, whatever `reselect` says."""
         self._known.get(seq, _Known()).choices.clear()
 
+    @checked
     def forget(self, seq: int) -> None:
         """Drop what is known of a sequence, such as a freed one; it is computed again where it is needed."""
         self._known.pop(seq, None)
 
-    def moved_to(self, cache: PagedCache, seqs: dict[int, int]) -> SparseAttention:
+    @checked
+    def moved_to(self, cache: PagedCache, seqs: Mapping[int, int]) -> SparseAttention:
         """The same choices over another cache that holds the same tokens; seqs: id here -> id there."""
         other = SparseAttention(cache, self.sparsity, self.dense_below, self.stages.timed)
         other._known = {seqs[seq]: known for seq, known in self._known.items() if seq in seqs}
         return other
+
+    def _need_rows(self, name: str, counts: Sequence[int], seqs: Sequence[int], **rows: Tensor) -> list[int]:
+        """The counts; raises ArgumentError unless their sum is how many rows each of these tensors has."""
+        counts = self.cache.last_tokens(seqs, counts, name)
+        for row, tensor in rows.items():
+            if tensor.dim() == 0 or len(tensor) != sum(counts):
+                raise ArgumentError(
+                    f"{row} has shape {tuple(tensor.shape)}; {name} adds up to {sum(counts)} tokens: pass a row of each"
+                )
+        return counts
 
     def _dense(self, layer: int, heads: int, length: int) -> bool:
         return length < self._crossover(layer, heads)[0] or length <= self._read(layer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from operator import index
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..cache import SharedKvBatch, SharedKvPages
+from ..errors import ArgumentError
+from ..typed import check_fields, need_sizes
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,32 @@ class SharedKvConfig:
     index_topk: int = 512
     rms_norm_eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        need_config(self)
+        if self.num_heads % self.o_groups:
+            raise ArgumentError(
+                f"o_groups of SharedKvConfig is {self.o_groups} for {self.num_heads} heads; each group takes as many: "
+                f"pass a divisor of num_heads"
+            )
+
     @property
     def softmax_scale(self) -> float:
         """No YaRN temperature in these models."""
         return self.head_dim**-0.5
+
+
+def need_config(config: Any) -> None:
+    """Raise ArgumentError unless the fields of a layer's config are sizes, and numbers that multiply and divide."""
+    check_fields(config)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type == "int":
+            need_sizes(config, **{field.name: value})
+            object.__setattr__(config, field.name, index(value))
+        elif field.type == "float" and not 0 < value < math.inf:
+            raise ArgumentError(
+                f"{field.name} of {type(config).__name__} is {value}; it must be above 0 and finite: pass the model's"
+            )
 
 
 class RmsNorm(nn.Module):

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from .. import ops
 from ..cache.dsa import DsaLayer, DsaPages
 from ..cache.shared_kv import as_stored
-from ._parts import RmsNorm, accurate, linear
+from ..errors import ArgumentError
+from ..typed import checked
+from ._parts import RmsNorm, accurate, linear, need_config
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class DsaConfig:
     index_interleaved: bool = False
     rms_norm_eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        need_config(self)
+
+    @checked
     def layer(self, selects: bool = True, index_format: str = "auto", latent_format: str = "auto") -> DsaLayer:
         """What PagedCache is told of a layer."""
         index_dim = self.index_dim if selects else 0
@@ -58,6 +64,7 @@ class DeepseekV32Attention(nn.Module):
     Source: DeepSeek-V3.2-Exp, section 2.1; transformers 5.24 deepseek_v32, glm_moe_dsa.
     """
 
+    @checked
     def __init__(self, config: DsaConfig, selects: bool = True) -> None:
         super().__init__()
         self.config = config
@@ -100,7 +107,10 @@ class DeepseekV32Attention(nn.Module):
         pages.write(slots, ckv, kpe)
         if self.indexer is not None:
             topk_indices = self.indexer(hidden, q_latent, positions, cos_sin, pages, slots, batch)
-        assert topk_indices is not None, "a layer that does not select is given a selection"
+        if topk_indices is None:
+            raise ArgumentError(
+                "topk_indices is None; a layer that selects nothing attends to the tokens of the one before: pass them"
+            )
         weight = self.kv_b_proj.weight.unflatten(0, (config.num_heads, -1))  # [H, nope + v, kv_lora_rank]
         w_uk, w_uv = weight.split((config.qk_nope_head_dim, config.v_head_dim), 1)
         latent, _ = ops.sparse_mla_attention(

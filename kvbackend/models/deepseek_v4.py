@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..cache import SharedKvBatch, SharedKvLayer, SharedKvPages
 from ..cache.shared_kv import as_stored
+from ..typed import checked
 from ._parts import GroupedLinear, RmsNorm, Rotary, SharedKvConfig, accurate, attend, compress, linear, normalized
 
 
@@ -31,6 +32,7 @@ class DeepseekV4Attention(nn.Module):
     Source: DeepSeek-V4 inference code; transformers 5.24 deepseek_v4.
     """
 
+    @checked
     def __init__(self, config: SharedKvConfig, layer: SharedKvLayer) -> None:
         super().__init__()
         self.config = config

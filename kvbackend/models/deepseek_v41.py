@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..cache import SharedKvBatch, SharedKvPages
+from ..errors import ArgumentError
+from ..typed import check_fields, checked, need_sizes
 from ._parts import GroupedLinear, RmsNorm, Rotary, SharedKvConfig, accurate, attend, compress, linear
 from .deepseek_v4 import index_query, select
 
@@ -34,7 +36,17 @@ class Role:
     makes_candidates: bool = False
     limited: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        need_sizes(self, 1 if self.owns_rows else 0, compress_ratio=self.compress_ratio)
+        if self.owns_rows and not self.selects:
+            raise ArgumentError(
+                "owns_rows of Role is True and selects is False; a source of rows makes index keys, which its indexer "
+                "does: let it select"
+            )
 
+
+@checked
 def roles(
     compress_ratios: Sequence[int],
     kv_source_layer_ids: Sequence[int],
@@ -80,10 +92,12 @@ class DeepseekV41Attention(nn.Module):
     an open group against the keys that another layer published last; here each source scores its own, as in prefill.
     """
 
+    @checked
     def __init__(
         self, config: SharedKvConfig, role: Role, candidate_topk_blocks: int = 2048, candidate_block_size: int = 8
     ) -> None:
         super().__init__()
+        need_sizes(self, candidate_topk_blocks=candidate_topk_blocks, candidate_block_size=candidate_block_size)
         self.config, self.role = config, role
         self.candidate_topk_blocks, self.candidate_block_size = candidate_topk_blocks, candidate_block_size
         heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
@@ -115,7 +129,7 @@ class DeepseekV41Attention(nn.Module):
         kv = rotate(self.kv_norm(self.wkv(hidden)), batch.positions)
         if self.compressor is not None:
             latents, positions, slots = self.compressor(hidden, pages, batch)
-            assert self.indexer is not None, "a source of rows has an indexer"
+            assert self.indexer is not None
             # from the latent as it is: neither rotated nor quantized
             pages.write_index_keys(rotate(self.indexer.keys(latents), positions), slots)
             pages.write_compressed(rotate(latents, positions), slots)

@@ -555,7 +555,7 @@ def test_bad_batches() -> None:
     ]:
         with pytest.raises(ArgumentError, match=message):
             cache.append_batch(seqs, counts)
-    with pytest.raises(ArgumentError, match=f"4 queries of sequence {b}, which has 3 tokens"):
+    with pytest.raises(ArgumentError, match=f"q_lens asks for 4 tokens of sequence {b}, which has 3;"):
         cache.batch([a, b], [1, 4])
     with pytest.raises(ArgumentError, match=f"seq is {b + 1}, which this cache never made; there are 2 sequences"):
         cache.append(b + 1, 1)

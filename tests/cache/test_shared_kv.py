@@ -277,9 +277,9 @@ def test_grows_in_place():
     ("change", "message"),
     [
         (dict(block_size=12), "block_size is 12; layer 2 compresses 8 tokens to a row"),
-        (dict(num_sequences=0), "num_sequences is 0; it must be 1 or more"),
-        (dict(window=0), "window is 0; it must be 1 or more"),
-        (dict(rewind=-1), "rewind is -1; it must be 0 or more"),
+        (dict(num_sequences=0), "num_sequences is 0; it must be from 1"),
+        (dict(window=0), "window is 0; it must be from 1"),
+        (dict(rewind=-1), "rewind is -1; it must be from 0"),
         (dict(kv_format="v41_fp4_288"), "format 'v41_fp4_288' holds rows of 512 numbers; these have 6"),
         (dict(kv_format="v5"), "record is 'v5'"),
     ],

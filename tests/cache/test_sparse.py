@@ -378,12 +378,12 @@ def test_advice_is_given_above_a_fifth(spent: dict[str, float], share: str | Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(topk=0), "topk is 0 in layer 0; it must be 1 or more"),
-        (dict(topk=8.5), "topk is 8.5 in layer 0"),
+        (dict(topk=0), "topk is 0 in layer 0; it must be from 1"),
+        (dict(topk=8.5), "topk of Sparsity is 8.5; it must be a whole number"),
         (dict(topk=[8, 8]), "topk has 2 entries for 1 layers"),
         (dict(topk=lambda layer: layer), "topk is 0 in layer 0"),
         (dict(topk=8, sinks=-1), "sinks is -1"),
-        (dict(topk=8, recent=0), "recent is 0; it must be 1 or more"),
+        (dict(topk=8, recent=0), "recent is 0; it must be from 1"),
         (dict(topk=8, page_size=0), "page_size is 0"),
         (dict(topk=8, candidates=0), "candidates is 0"),
         (dict(topk=8, reselect=-1), "reselect is -1"),

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from math import nan
 from typing import Any
 
 import pytest
 import torch
 
 from kvbackend.cache import (
+    BlockPool,
     DsaLayer,
     GqaLayer,
     MlaLayer,
     PagedCache,
     SharedKvCache,
     SharedKvLayer,
+    SparseAttention,
+    Sparsity,
     deepseek_v4_layers,
     deepseek_v41_layers,
 )
+from kvbackend.cache.pool import OutOfBlocks
 from kvbackend.errors import ArgumentError
 
 BF16 = torch.bfloat16
 V4 = deepseek_v4_layers([0, 4], 8)
-VALUES = ["x", b"x", [1], (), {}, None, 1.5, True, -1, 10**30, object(), torch.zeros(2)]
+VALUES = ["x", b"x", [1], (), {}, None, 1.5, nan, True, -1, 2**62, 10**30, object(), torch.zeros(2), torch.tensor(1)]
 
 
 def paged(method: str) -> Callable[..., Any]:
@@ -49,6 +54,44 @@ def shared(method: str) -> Callable[..., Any]:
     return call
 
 
+def pool(method: str) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        blocks = BlockPool(8, 1)
+        blocks.allocate(3)
+        before = str(vars(blocks))
+        try:
+            return getattr(blocks, method)(**arguments)
+        except (ArgumentError, OutOfBlocks):
+            assert str(vars(blocks)) == before
+            raise
+
+    return call
+
+
+def sparse(method: str) -> Callable[..., Any]:
+    """On a sequence of 31 tokens, the last of them not written yet."""
+
+    def call(**arguments: Any) -> Any:
+        cache = PagedCache([GqaLayer(2, 8)], 16, 4, BF16)
+        for tensor in cache.layers[0].caches:
+            tensor.zero_()
+        reader, rows = SparseAttention(cache, SPARSITY), torch.zeros(30, 2, 8, dtype=BF16)
+        seq = cache.new_sequence()
+        reader.write(0, [seq], [30], cache.append(seq, 30), rows, rows)
+        reader.attend(0, QUERY, [seq], [1], 0.1)
+        cache.append(seq, 1)
+        before = [tensor.clone() for tensor in cache.layers[0].caches]
+        try:
+            return getattr(reader, method)(**{n: cache if value is HERE else value for n, value in arguments.items()})
+        except ArgumentError:
+            assert all(map(torch.equal, cache.layers[0].caches, before))
+            raise
+
+    return call
+
+
+SPARSITY = Sparsity(topk=4, sinks=1, recent=2, page_size=4)
+QUERY, ROW, HERE = torch.zeros(1, 4, 8, dtype=BF16), torch.ones(1, 2, 8, dtype=BF16), object()
 MEMORY = dict(layers=[GqaLayer(2, 8)], block_size=4, dtype=BF16, device="cpu", layout="NHD", kv_format="auto")
 ROWS = dict(key=torch.zeros(1, 2, 8, dtype=BF16), value=torch.zeros(1, 2, 8, dtype=BF16))
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -84,6 +127,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "pages": (paged("pages"), dict(layer=0)),
     "read": (paged("read"), dict(layer=0, seq=0)),
+    "BlockPool": (BlockPool, dict(num_blocks=8, reserved=1, what="pages")),
+    "Sparsity": (
+        Sparsity, dict(topk=4, sinks=1, recent=2, page_size=4, candidates=2, reselect=1, summaries=False),
+    ),
+    "Sparsity.of_layer": (Sparsity([4, 4]).of_layer, dict(layer=0, num_layers=2)),
+    "SparseAttention": (
+        SparseAttention,
+        dict(cache=PagedCache([GqaLayer(2, 8)], 4, 4, BF16), sparsity=SPARSITY, dense_below=0, timed=False),
+    ),
 }  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "grow": dict(num_blocks=6),
@@ -95,14 +147,27 @@ METHODS: dict[str, dict[str, Any]] = {
     "length": dict(seq=0),
     "batch": dict(seqs=[0], q_lens=[1]),
 }
+POOL = dict(
+    ref_count=dict(block=1), allocate=dict(count=2), grow=dict(num_blocks=9), share=dict(blocks=[1]),
+    free=dict(blocks=[1]),
+)  # fmt: skip
+SPARSE: dict[str, dict[str, Any]] = {
+    "write": dict(layer=0, seqs=[0], counts=[1], slots=torch.tensor([30]), key=ROW, value=ROW),
+    "attend": dict(layer=0, q=QUERY, seqs=[0], q_lens=[1], softmax_scale=0.1, softcap=1.0, sinks=torch.zeros(4)),
+    "chosen": dict(layer=0, seq=0),
+    "explain": dict(layer=0, heads=4, length=9),
+    "choose_again": dict(seq=0),
+    "forget": dict(seq=0),
+    "moved_to": dict(cache=HERE, seqs={0: 0}),
+}
+CALLS |= {f"BlockPool.{name}": (pool(name), arguments) for name, arguments in POOL.items()}
+CALLS |= {f"SparseAttention.{name}": (sparse(name), arguments) for name, arguments in SPARSE.items()}
 CALLS |= {f"PagedCache.{name}": (paged(name), arguments) for name, arguments in METHODS.items()}
 CALLS |= {f"SharedKvCache.{name}": (shared(name), arguments) for name, arguments in METHODS.items()}
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_values_of_any_type_are_taken_or_refused_in_words(name: str) -> None:
-    call, good = CALLS[name]
-    call(**good)
+def refusals(call: Callable[..., Any], good: dict[str, Any]) -> list[str]:
+    """What a call says that is good but for one argument, each in turn of other types and sizes."""
     told = []
     for argument in good:
         for value in VALUES:
@@ -110,6 +175,16 @@ def test_values_of_any_type_are_taken_or_refused_in_words(name: str) -> None:
                 call(**{**good, argument: value})
             except ArgumentError as error:
                 told.append(str(error))
+            except OutOfBlocks:
+                pass
+    return told
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_of_any_type_are_taken_or_refused_in_words(name: str) -> None:
+    call, good = CALLS[name]
+    call(**good)
+    told = refusals(call, good)
     assert len(told) >= 5 * len(good)
     assert all(re.search(r"; .*: ", message) for message in told)
 
