@@ -18,6 +18,7 @@ from kvbackend.dispatch import explain
 from kvbackend.errors import ArgumentError
 from kvbackend.matrix import DTYPES, copy_arguments, run_cell
 from kvbackend.ops import registry
+from tests import edges
 
 OPS = sorted(registry)
 EVERY_OP = pytest.mark.parametrize("name", OPS)
@@ -63,6 +64,17 @@ def test_every_sample_equals_the_reference(name: str, backend: str, dtype: torch
     assert not faults, "\n".join(faults)
     if all(cell.status == "refused" for cell in found):
         pytest.skip("; ".join(sorted({reason for cell in found for reason in cell.reasons})))
+
+
+@pytest.mark.parametrize("backend", backends.names())
+@pytest.mark.parametrize("name", edges.OPS)
+def test_sizes_where_engines_broke_equal_the_reference(name: str, backend: str, device: str) -> None:
+    if backend not in [found.name for found in backends.serving(torch.device(device).type)]:
+        pytest.skip(f"{backend} serves no {device} tensors")
+    for sample, dtype, args in edges.calls(name):
+        registry[name].check_values(registry[name].bind((), args))
+        cell = run_cell(registry[name], backend, device, dtype, sample, copy_arguments(args, device))
+        assert cell.status == "pass" or (cell.status == "refused" and backend != "cpu"), (sample, cell.reasons)
 
 
 @EVERY_OP

@@ -1,18 +1,20 @@
 """Runs launchers on CPU tensors with kernels interpreted and judges each sample by the reference in float64.
 
-A process of its own (`python -m tests.cuda_triton.interpreted [--every-dtype] OP...`), since TRITON_INTERPRET must be
-set before triton is imported and nothing can be compiled then. Without the flag each sample is run in one of the three
-dtypes, in turn. Prints one JSON object: op -> {sample: fault, or null where it passed, or the list of reasons where it
-was refused}, "far blocks", see far.py, and "batch mates".
+A process of its own (`python -m tests.cuda_triton.interpreted [--every-dtype | --edges] OP...`), since
+TRITON_INTERPRET must be set before triton is imported and nothing can be compiled then. Without a flag each sample is
+run in one of the three dtypes, in turn. Prints one JSON object: op -> {sample: fault, or null where it passed, or the
+list of reasons where it was refused}, "far blocks", see far.py, and "batch mates"; with --edges, of tests/edges.py
+alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -32,6 +34,7 @@ from kvbackend.backends.cuda_triton import (
 from kvbackend.matrix import DTYPES, TOLERANCES, copy_arguments, difference, flat_results, in_float64
 from kvbackend.ops import registry
 from kvbackend.spec import Op
+from tests import edges
 
 from . import far, quantized
 
@@ -83,19 +86,23 @@ SMALL = (
 )
 
 
-def verdicts(name: str, every_dtype: bool) -> dict[str, Any]:
+def judged(name: str, samples: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     op = registry[name]
     adapter = backends.registered()["cuda_triton"].adapter(name)
     assert adapter is not None, f"no launcher for {name}"
     found: dict[str, Any] = {}
+    for sample, args in samples:
+        bound = op.bind((), args)
+        reasons = list(adapter.unsupported(**op.dispatcher.views(bound)))
+        found[sample] = reasons or fault_of(op, bound)
+    return found
+
+
+def verdicts(name: str, every_dtype: bool) -> dict[str, Any]:
     with ExitStack() as stack:
         for module, size, number in SMALL:
             stack.enter_context(mock.patch.object(module, size, number))
-        for sample, args in calls(name, every_dtype):
-            bound = op.bind((), args)
-            reasons = list(adapter.unsupported(**op.dispatcher.views(bound)))
-            found[sample] = reasons or fault_of(op, bound)
-    return found
+        return judged(name, calls(name, every_dtype))
 
 
 # What launchers may refuse of the samples: op -> words that the reason must hold.
@@ -130,16 +137,24 @@ def batch_mates() -> dict[str, str | None]:
     return found
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-    every_dtype = "--every-dtype" in names
-    found = {}
-    for name in (name for name in names if name != "--every-dtype"):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ops", nargs="+")
+    parser.add_argument("--every-dtype", action="store_true")
+    parser.add_argument("--edges", action="store_true")
+    asked = parser.parse_args(arguments)
+    found: dict[str, Any] = {}
+    for name in asked.ops:
         start = time.perf_counter()
-        found[name] = verdicts(name, every_dtype)
+        if asked.edges:
+            found[name] = judged(name, ((sample, args) for sample, _, args in edges.calls(name, interpreted=True)))
+        else:
+            found[name] = verdicts(name, asked.every_dtype)
         print(f"{name}: {len(found[name])} samples, {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    found["far blocks"] = far.verdicts()
-    found["batch mates"] = batch_mates()
+    if not asked.edges:
+        found["far blocks"] = far.verdicts()
+        found["batch mates"] = batch_mates()
     print(json.dumps(found))
 
 

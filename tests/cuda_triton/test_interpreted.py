@@ -14,6 +14,7 @@ import pytest
 
 from kvbackend import backends
 from kvbackend.ops import registry
+from tests import edges
 
 from .interpreted import complaints
 
@@ -26,10 +27,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def verdicts() -> dict[str, Any]:
+def interpreted(*arguments: str) -> dict[str, Any]:
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.cuda_triton.interpreted", *WITH_LAUNCHER],
+        [sys.executable, "-W", "ignore", "-m", "tests.cuda_triton.interpreted", *arguments],
         cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
@@ -37,7 +37,17 @@ def verdicts() -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, Any]:
+    return interpreted(*WITH_LAUNCHER)
+
+
 @pytest.mark.parametrize("name", [*WITH_LAUNCHER, "far blocks", "batch mates"])
 def test_every_sample_equals_the_reference(name: str, verdicts: dict[str, Any]) -> None:
     """Of the last two: blocks whose offsets pass 2^31, and rows that must not depend on their batch mates."""
     assert not complaints(name, verdicts[name])
+
+
+@pytest.mark.parametrize("name", edges.OPS)
+def test_sizes_where_engines_broke_equal_the_reference(name: str) -> None:
+    assert not complaints(name, interpreted("--edges", name)[name])

@@ -11,6 +11,7 @@ from kvbackend import formats
 from kvbackend.ops import _pages, registry
 from kvbackend.ops._samples import IndexPool, Maker, MlaPool, Pool
 from kvbackend.rope import cos_sin_table
+from tests import edges
 
 Call = dict[str, Any]
 HOST = torch.device("cpu")
@@ -223,7 +224,8 @@ def _without_first(table: torch.Tensor) -> torch.Tensor:
 
 
 def every(op: str, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
-    """The op's own samples, then those above."""
+    """The op's own samples, those of sizes where engines broke, then those above."""
     yield from registry[op].make_samples("cpu", dtype)
+    yield from ((name, call) for name, made, call in edges.calls(op) if made == dtype)
     for name, call in of(op, dtype):
         yield f"npu: {name}", call

@@ -51,7 +51,7 @@ def test_accepted_calls_equal_the_reference_and_others_call_nothing(op, dtype, f
 @pytest.mark.parametrize("op", sorted(set(registry) - set(judge.ADAPTED)))
 def test_references_of_the_other_ops_run_on_the_device(op, fake_npu) -> None:
     """What is said of them: plain torch ops, all of which torch_npu has, and no tensor of the host among them."""
-    for name, args in registry[op].make_samples("cpu", torch.bfloat16):
+    for name, args in cases.every(op, torch.bfloat16):
         on_device = moved(registry[op].bind((), copy_arguments(args)), "npu:0")
         with kvbackend.use("reference", ops=op):
             result = registry[op](**on_device)
