@@ -129,5 +129,6 @@ def _(device, dtype):
     holes[:, 0] = -1
     yield "freed first block, int64 table", padded | dict(block_table=holes)
     yield "large logits", call(pool, *mixed, softmax_scale=100.0)
-    production = Pool(device, dtype, num_blocks=8, block_size=16)
-    yield "production", call(production, [2, 1], [19, 40], heads=16, rank=512, rope=64, fused=True)
+    for name, heads in (("64 heads", 64), ("production", 16), ("128 heads", 128)):
+        pool = Pool(device, dtype, num_blocks=8, block_size=16)
+        yield name, call(pool, [2, 1], [19, 40], heads=heads, rank=512, rope=64, fused=True)

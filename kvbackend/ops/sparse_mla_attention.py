@@ -214,6 +214,10 @@ def _(device, dtype):
         )
     production = Pool(device, dtype, num_blocks=4, block_size=64)
     yield "production", call(production, [2, 1], [19, 150], topk=64, heads=16, rank=512, rope=64, fused=True)
+    for heads, kv_format in ((64, "v32_fp8_656"), (64, "auto"), (128, "auto")):
+        pool = Pool(device, dtype, num_blocks=8, block_size=16)
+        sizes: dict[str, Any] = dict(topk=37, heads=heads, rank=512, rope=64, softmax_scale=0.07)
+        yield f"{heads} heads, {kv_format}", call(pool, [1, 5], [19, 40], kv_format=kv_format, **sizes)
 
 
 MLA_RECORDS = [name for name in formats.record_names() if formats.record(name).holds == "mla"]

@@ -68,9 +68,9 @@ def store_result(
             sink = tl.load(sinks + head, mask=exists, other=0.0).to(tl.float32)
             result = with_sinks(result, row_lse, sink)
         at = token * num_heads + head
-        tl.store(out + at[:, None] * value_dim + c[None, :], cast(result, out.dtype.element_ty), mask=written)
         if LSE:
             tl.store(lse + at, row_lse, mask=exists)
+        tl.store(out + at[:, None] * value_dim + c[None, :], cast(result, out.dtype.element_ty), mask=written)
 
 
 @triton.jit

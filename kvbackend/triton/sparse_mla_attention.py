@@ -20,7 +20,7 @@ def sparse_mla_attention(
     out, lse, part_out, part_lse, num_seqs, num_heads, dim, pe_dim, block_size, softmax_scale, decode_queries,
     CODE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr,
     SPLIT: tl.constexpr, SPLIT_TOKENS: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr, DOT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PE: tl.constexpr,
 ):  # fmt: skip
     """Program: (query of a short sequence or token, tile of heads, split). Outputs as in attention.store_result."""
     if SPLIT:
@@ -37,7 +37,7 @@ def sparse_mla_attention(
         last = own
         if not CAUSAL:
             last = tl.where(own >= 0, length - 1, -1)
-        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        head = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         head_exists = head < num_heads
         token = (start + query).to(tl.int64)
         d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_PE)
@@ -50,8 +50,8 @@ def sparse_mla_attention(
         if SPLIT:
             low = tl.program_id(2) * SPLIT_TOKENS
             high = tl.minimum(topk, low + SPLIT_TOKENS)
-        largest = tl.full((HEADS,), -1e30, tl.float32)
-        total, sums = tl.zeros((HEADS,), tl.float32), tl.zeros((HEADS, BLOCK_D), tl.float32)
+        largest = tl.full((BLOCK_M,), -1e30, tl.float32)
+        total, sums = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for first in range(low, high, BLOCK_N):
             i = first + tl.arange(0, BLOCK_N)
             j = tl.load(indices + token * index_t + i * index_k, mask=i < high, other=-1)

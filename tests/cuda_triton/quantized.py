@@ -51,8 +51,8 @@ class Maker:
             sides |= {f"{letter}_{part}": scale for part, scale in scales.items()}
         return sides
 
-    def latent(self, kv_format: str) -> dict[str, Any]:
-        cache, scales = self.side(kv_format, self.randn(BLOCKS, BLOCK, 1, DIM), "key")
+    def latent(self, kv_format: str, dim: int = DIM) -> dict[str, Any]:
+        cache, scales = self.side(kv_format, self.randn(BLOCKS, BLOCK, 1, dim), "key")
         named = {f"k_{part}": scale if part == "scale" else scale[:, :, 0] for part, scale in scales.items()}
         return dict(ckv_cache=cache[:, :, 0], kpe_cache=self.randn(BLOCKS, BLOCK, 16), kv_format=kv_format, **named)
 
@@ -142,6 +142,9 @@ def calls(name: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
                 kv_format,
                 dict(q_nope=make.randn(7, 3, DIM), q_pe=make.randn(7, 3, 16), **make.latent(kv_format), **_batch()),
             )
+            if kv_format == "fp8_e4m3":
+                q = dict(q_nope=make.randn(7, 64, 512), q_pe=make.randn(7, 64, 16))
+                yield f"{kv_format}, 64 heads", dict(**q, **make.latent(kv_format, 512), **_batch())
         elif name == "concat_and_cache_mla":
             yield (
                 kv_format,

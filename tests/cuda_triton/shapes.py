@@ -249,6 +249,7 @@ class Shapes:
         yield "sparse_attention", "prefill, 32/8 heads of 128", self.sparse(self.prefill // 2)
         yield "mla_attention", "decode, 128 heads", self.mla(1)
         yield "mla_attention", "decode, 16 heads", self.mla(1, 16)
+        yield "mla_attention", "prefill, 128 heads", self.mla(self.prefill // 2)
         yield "mla_attention", "prefill, 16 heads", self.mla(self.prefill // 2, 16)
         yield "sparse_mla_attention", "decode, 128 heads", self.sparse_mla(1)
         yield "sparse_mla_attention", "prefill, 128 heads", self.sparse_mla(self.prefill // 2)

@@ -28,7 +28,7 @@ def run(
     keys = cached.operand(_formats.keys(key_cache, kv_format, k_scale, k_scale_cache))
     group = num_heads // kv_heads
     narrow = q.dtype is torch.float32 or keys.quantized
-    few = decode_tiles(group, dim, narrow)
+    few = decode_tiles(group, narrow)
     decode_queries = min(few.queries, DECODE_QUERIES, most)
     splits = min(MAX_SPLITS, launching.cdiv(capacity, MIN_TOKENS))
     denominators = torch.empty(num_tokens, num_heads, 2, dtype=torch.float32, device=q.device)
@@ -63,7 +63,7 @@ def run(
     )  # fmt: skip
     block_m = 32 if narrow else 64
     many = dict(
-        HEADS=min(group, block_m), BLOCK_M=block_m, BLOCK_N=block_n(dim, narrow or dim > 128), num_warps=4, num_stages=1
+        HEADS=min(group, block_m), BLOCK_M=block_m, BLOCK_N=block_n(narrow or dim > 128), num_warps=4, num_stages=1
     )
     if most > decode_queries:
         tiles = launching.cdiv(most, block_m // many["HEADS"])

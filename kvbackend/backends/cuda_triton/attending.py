@@ -35,33 +35,45 @@ class Tiles:
     def queries(self) -> int:
         return self.block_m // self.heads
 
+    def sizes(self) -> dict[str, int]:
+        """The constants of a kernel whose rows are heads of one query."""
+        return dict(BLOCK_M=self.block_m, BLOCK_N=self.block_n, num_warps=self.num_warps, num_stages=self.num_stages)
+
     def constants(self) -> dict[str, int]:
-        return dict(
-            HEADS=self.heads, BLOCK_M=self.block_m, BLOCK_N=self.block_n, num_warps=self.num_warps,
-            num_stages=self.num_stages,
-        )  # fmt: skip
+        return dict(HEADS=self.heads, **self.sizes())
 
 
-def decode_tiles(group: int, dim: int, narrow: bool) -> Tiles:
+def decode_tiles(group: int, narrow: bool) -> Tiles:
     """For sequences of few queries. `narrow`: fewer keys at a time, where each takes many registers."""
-    most = 16 if dim > 256 else DECODE_ROWS
-    heads = min(group, most)
-    block_m = min(max(launching.power_of_two(DECODE_QUERIES * heads), 16), max(most, launching.power_of_two(heads)))
-    num_warps = 8 if dim > 256 and not narrow else 4
-    return Tiles(heads, block_m, block_n(dim, narrow), num_warps, 1 if narrow or dim > 256 else 2)
+    heads = min(group, DECODE_ROWS)
+    block_m = min(max(launching.power_of_two(DECODE_QUERIES * heads), 16), DECODE_ROWS)
+    return Tiles(heads, block_m, block_n(narrow), 4, 1 if narrow else 2)
 
 
 def prefill_tiles(group: int, dim: int, narrow: bool) -> Tiles:
     """For sequences of many queries."""
-    block_m = 16 if dim > 256 else 32 if narrow else 64 if dim > 128 else 128
+    block_m = 32 if narrow else 64 if dim > 128 else 128
     num_warps = 4 if block_m == 32 else 8
-    narrow = narrow or 128 < dim <= 256
-    return Tiles(min(group, block_m), block_m, block_n(dim, narrow), num_warps, 1 if narrow or dim > 256 else 2)
+    narrow = narrow or dim > 128
+    return Tiles(min(group, block_m), block_m, block_n(narrow), num_warps, 1 if narrow else 2)
 
 
-def block_n(dim: int, narrow: bool) -> int:
-    """Keys at a time: what registers have room for."""
-    return (64 if dim <= 256 else 32) // (2 if narrow else 1)
+def latent_tiles(heads: int, dtype: torch.dtype, quantized: bool, spare: bool) -> Tiles:
+    """For heads that share rows of more than 256 numbers. `spare`: no more registers are taken than by decode.
+
+    64 rows are what a warp group of compute capability 9.0, or a tensor core of 10.x, multiplies at once. The others
+    multiply 16, and 12.0 has no shared memory for 64. Codes, which are decoded in registers, leave room on 9.0 alone.
+    """
+    narrow = quantized or dtype is torch.float32
+    wide = {9: spare or not quantized, 10: not quantized}.get(launching.capability()[0], False)
+    if wide and heads >= 64 and dtype is not torch.float32:
+        return Tiles(64, 64, 32 if spare and not narrow else 16, 8, 2)
+    return Tiles(min(heads, 16), 16, block_n(narrow) // 2, 4 if spare and narrow else 8, 1)
+
+
+def block_n(narrow: bool) -> int:
+    """Keys of up to 256 numbers at a time: what registers have room for."""
+    return 32 if narrow else 64
 
 
 def attend(
@@ -79,8 +91,11 @@ def attend(
     if 0 in (num_tokens, num_heads, num_seqs, capacity, keys.rows[0].numel()) or max_seqlen_q <= 0:
         return out, lse
     group = num_heads // kv_heads
-    narrow = q.dtype is torch.float32 or keys.quantized or values.quantized
-    few, many = decode_tiles(group, dim, narrow), prefill_tiles(group, dim, narrow)
+    if dim > 256:
+        few, many = (latent_tiles(group, q.dtype, keys.quantized, spare) for spare in (True, False))
+    else:
+        narrow = q.dtype is torch.float32 or keys.quantized or values.quantized
+        few, many = decode_tiles(group, narrow), prefill_tiles(group, dim, narrow)
     num_splits = min(MAX_SPLITS, launching.cdiv(capacity, MIN_TOKENS))
     decode_queries = min(few.queries, DECODE_QUERIES, max_seqlen_q)
     part_out, part_lse = parts(q, num_seqs, num_splits, decode_queries, value_dim)

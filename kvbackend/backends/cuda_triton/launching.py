@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import nvidia
 from ..npu_triton import launching as ascend
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,6 +19,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def interpreted() -> bool:
     """Whether triton interprets kernels on CPU tensors; the variable must be set before triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def capability() -> tuple[int, int]:
+    """The compute capability that kernels are compiled for; (0, 0) where triton-ascend compiles them for an NPU."""
+    return (0, 0) if ascend.compiles() else nvidia.capability()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

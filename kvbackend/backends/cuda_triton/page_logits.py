@@ -19,7 +19,7 @@ def run(
     out = torch.empty(num_tokens, kv_heads, columns, dtype=torch.float32, device=q.device)
     if 0 in (num_tokens, num_heads, num_seqs, columns) or max_seqlen_q <= 0:
         return out.fill_(-torch.inf)
-    group, block_n = num_heads // kv_heads, attending.block_n(dim, q.dtype is torch.float32)
+    group, block_n = num_heads // kv_heads, attending.block_n(q.dtype is torch.float32)
     tiles = launching.cdiv(columns, block_n)
     launching.launch(
         page_logits, (num_tokens * tiles, kv_heads), q, *q.stride(), low_cache, *low_cache.stride(), high_cache,

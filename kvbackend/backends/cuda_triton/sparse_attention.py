@@ -41,7 +41,7 @@ def run(
     constants: dict[str, Any] = dict(
         **keys.prefixed("K"), **values.prefixed("V"), MAX_SPLITS=MAX_SPLITS, MIN_TOKENS=MIN_TOKENS,
         SOFTCAP=softcap > 0, SINKS=sinks is not None, LSE=return_lse, DOT=launching.dot_type(q.dtype), HEADS=heads,
-        BLOCK_N=block_n(max(dim, value_dim), narrow), BLOCK_D=scoring.block_of(dim, 256),
+        BLOCK_N=block_n(narrow), BLOCK_D=scoring.block_of(dim, 256),
         BLOCK_V=scoring.block_of(value_dim, 256), num_warps=4 if narrow else 8, num_stages=1 if narrow else 2,
     )  # fmt: skip
     tiles = kv_heads * launching.cdiv(group, heads)

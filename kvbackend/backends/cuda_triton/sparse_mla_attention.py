@@ -1,6 +1,6 @@
 from ...ops import _math, _pages
 from . import launching, records
-from .attending import DECODE_QUERIES, merge, parts
+from .attending import DECODE_QUERIES, latent_tiles, merge, parts
 
 SPLIT_TOKENS = 256
 
@@ -29,7 +29,7 @@ def run(
     keys, rotary = records.operand(ckv_cache, kv_format, block_size)
     rotary = kpe_cache if rotary is None else rotary
     splits = launching.cdiv(topk, SPLIT_TOKENS)
-    few, heads = min(DECODE_QUERIES, max_seqlen_q), 16
+    few = min(DECODE_QUERIES, max_seqlen_q)
     part_out, part_lse = parts(q_nope, num_seqs, splits, few, dim)
     seq_lens, cu_seqlens_q = seq_lens.contiguous(), cu_seqlens_q.contiguous()
     args = (
@@ -40,13 +40,20 @@ def run(
     )  # fmt: skip
     constants = dict(
         **keys.constants, SPLIT_TOKENS=SPLIT_TOKENS, CAUSAL=causal, LSE=return_lse,
-        DOT=launching.dot_type(q_nope.dtype), HEADS=heads, BLOCK_N=16 if keys.quantized else 32,
-        BLOCK_D=max(launching.power_of_two(dim), 16), BLOCK_PE=max(launching.power_of_two(q_pe.shape[2]), 16),
-        num_warps=8, num_stages=1,
+        DOT=launching.dot_type(q_nope.dtype), BLOCK_D=max(launching.power_of_two(dim), 16),
+        BLOCK_PE=max(launching.power_of_two(q_pe.shape[2]), 16),
     )  # fmt: skip
-    tiles = launching.cdiv(num_heads, heads)
-    launching.launch(sparse_mla_attention, (num_seqs * few, tiles, splits), *args, SPLIT=True, **constants)
+    short, long = (
+        latent_tiles(num_heads, q_nope.dtype, keys.quantized, spare) for spare in (not keys.quantized, False)
+    )
+    launching.launch(
+        sparse_mla_attention, (num_seqs * few, launching.cdiv(num_heads, short.block_m), splits), *args, SPLIT=True,
+        **constants, **short.sizes(),
+    )  # fmt: skip
     if max_seqlen_q > few:
-        launching.launch(sparse_mla_attention, (num_tokens, tiles, 1), *args, SPLIT=False, **constants)
+        launching.launch(
+            sparse_mla_attention, (num_tokens, launching.cdiv(num_heads, long.block_m), 1), *args, SPLIT=False,
+            **constants, **long.sizes(),
+        )  # fmt: skip
     merge(part_out, part_lse, out, lse, seq_lens, cu_seqlens_q, whole=True)
     return out, lse

@@ -22,7 +22,7 @@ def run(
     if 0 in (num_tokens, num_heads, num_seqs, columns, block_table.shape[1], block_size) or max_seqlen_q <= 0:
         return out.fill_(-torch.inf)
     keys = cached.operand(_formats.keys(key_cache, kv_format, k_scale, k_scale_cache))
-    group, block_n = num_heads // kv_heads, attending.block_n(dim, q.dtype is torch.float32 or keys.quantized)
+    group, block_n = num_heads // kv_heads, attending.block_n(q.dtype is torch.float32 or keys.quantized)
     tiles = launching.cdiv(columns, block_n)
     launching.launch(
         token_logits, (num_tokens * tiles, kv_heads), q, *q.stride(), *keys.rows, *keys.scales, keys.number,

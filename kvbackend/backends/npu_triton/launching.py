@@ -6,6 +6,8 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 # Grids beyond 65535 programs, and fewer than the cores there are: each core walks over programs (triton-ascend 3.2.0,
@@ -14,6 +16,16 @@ EVERY_GRID = "TRITON_ALL_BLOCKS_PARALLEL"
 OPTIONS = {"compile_on_910_95": True}  # the 950 by its former name, which 3.2.0 does not find out by itself
 CUDA_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # mean nothing there
 _ONE_AT_A_TIME = threading.Lock()  # else a thread takes another's "1" for what was before
+
+
+@cache
+def compiles() -> bool:
+    """Whether triton is triton-ascend here, which is installed into the same folder."""
+    try:
+        version("triton-ascend")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 @contextmanager
