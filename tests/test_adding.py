@@ -1,12 +1,14 @@
-"""docs/adding_a_backend.md, as it stands: its files are written, its commands run, their output is what it shows."""
+"""docs/adding_a_backend.md and the README's toy, as they stand: files are written, commands run, output is as shown."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,28 +16,45 @@ import pytest
 import kvbackend
 
 PACKAGE = Path(kvbackend.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "adding_a_backend.md"
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-FILES = [text for kind, text in BLOCKS if kind in ("python", "toml")]
-COMMANDS = [
-    (command, printed)
-    for kind, text in BLOCKS
-    if kind == "console"
-    for command, printed in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
-]
+PAGE, README = PACKAGE.parent / "docs" / "adding_a_backend.md", PACKAGE.parent / "README.md"
+
+
+def blocks(page: Path, *kinds: str) -> list[str]:
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return [text for kind, text in found if kind in kinds]
+
+
+def files(page: Path) -> dict[str, str]:
+    """What stands on it under the name of a file."""
+    found = {text.splitlines()[0]: text for text in blocks(page, "python", "toml")}
+    return {line.removeprefix("# "): text for line, text in found.items() if re.fullmatch(r"# [\w./-]+", line)}
+
+
+def commands(page: Path) -> list[tuple[str, str]]:
+    """Each command, and what it prints."""
+    return [
+        found
+        for text in blocks(page, "console")
+        for found in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
+    ]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a copy of kvbackend, since the page adds an op to it, and the page's files."""
-    folder = tmp_path_factory.mktemp("adding")
-    shutil.copytree(PACKAGE, folder / "kvbackend", ignore=shutil.ignore_patterns("__pycache__"))
-    for text in FILES:
-        path = folder / text.splitlines()[0].removeprefix("# ")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        assert not path.exists(), "the page may add files, not change them"
-        path.write_text(text)
-    return folder
+def laid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """`laid(page)`: a folder with a copy of kvbackend, since the pages add to it, and the page's files."""
+
+    @functools.cache
+    def lay(page: Path) -> Path:
+        folder = tmp_path_factory.mktemp(page.stem)
+        shutil.copytree(PACKAGE, folder / "kvbackend", ignore=shutil.ignore_patterns("__pycache__"))
+        for name, text in files(page).items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            assert not path.exists(), "the page may add files, not change them"
+            path.write_text(text)
+        return folder
+
+    return lay
 
 
 def run(place: Path, command: str) -> str:
@@ -54,25 +73,32 @@ def run(place: Path, command: str) -> str:
     return done.stdout
 
 
-def test_the_page_has_files_and_commands() -> None:
-    assert len(FILES) == 4
-    assert [command.split()[:2] for command, _ in COMMANDS] == [
-        ["pip", "install"], ["kvbackend", "explain"], ["kvbackend", "explain"], ["kvbackend", "matrix"],
-        ["kvbackend", "matrix"],
-    ]  # fmt: skip
+def test_the_pages_have_files_and_commands() -> None:
+    assert list(files(README)) == ["kvbackend/backends/toy/__init__.py", "kvbackend/backends/toy/absorb_q.py"]
+    assert len(files(PAGE)) == 4
+    kinds = [[" ".join(command.split()[:2]) for command, _ in commands(page)] for page in (README, PAGE)]
+    assert kinds == [
+        ["kvbackend explain", "kvbackend matrix"],
+        ["pip install", "kvbackend explain", "kvbackend explain", "kvbackend matrix", "kvbackend matrix"],
+    ]
 
 
-def test_the_commands_print_what_the_page_says(place: Path) -> None:
+@pytest.mark.parametrize("page", [README, PAGE], ids=lambda page: page.name)
+def test_the_commands_print_what_the_page_says(page: Path, laid: Callable[[Path], Path]) -> None:
     def plain(text: str) -> str:
         return re.sub(r"\d\.\de-\d\d", "E", text)  # the size of a rounding error, which is the machine's own
 
-    for command, printed in COMMANDS:
-        assert plain(run(place, command)) == plain(printed), command
+    for command, printed in commands(page):
+        assert plain(run(laid(page), command)) == plain(printed), command
 
 
-def test_its_folder_alone_decides_about_the_backend(place: Path) -> None:
+@pytest.mark.parametrize(("page", "folder"), [(README, "kvbackend/backends/toy"), (PAGE, "site")])
+def test_its_folder_alone_decides_about_the_backend(page: Path, folder: str, laid: Callable[[Path], Path]) -> None:
     """Taken away again, the op is as it was."""
-    run(place, COMMANDS[0][0])
+    place = laid(page)
+    for command, _ in commands(page):
+        if command.startswith("pip"):
+            run(place, command)
     assert "toy: chosen" in run(place, "kvbackend explain absorb_q --dtype float32")
-    shutil.rmtree(place / "site")
+    shutil.rmtree(place / folder)
     assert "toy" not in run(place, "kvbackend explain absorb_q --dtype float32")
