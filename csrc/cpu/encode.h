@@ -371,18 +371,22 @@ class RowEncoder {
   template <By by, class N>
   void encode_by(const N* x, Code* codes) const {
     if (span_ == 1) return encode_channels<by>(x, codes);
-    with_span(span_, [&](auto span) {
+    // not as members, which whatever is stored might have changed
+    const float *scales = scales_.data(), *inverses = inverses_.data(), *lows = lows_.data();
+    const int64_t count = count_;
+    const Vec global = broadcast(global_), global_inverse = broadcast(1.0f / global_);
+    with_span(span_, [&, scales, inverses, lows, count, global, global_inverse](auto span) {
       int64_t i = 0;
       if constexpr (!kMayHaveRest<decltype(span)>) {
-        for (; 2 * span == kPair && i + 2 <= count_; i += 2) {
-          const Divisor both{halves(&scales_[i]), halves(&inverses_[i]),
-                             kHasMinimum<Code> ? halves(&lows_[i]) : broadcast(global_), broadcast(1.0f / global_)};
+        for (; 2 * span == kPair && i + 2 <= count; i += 2) {
+          const Divisor both{halves(scales + i), halves(inverses + i), kHasMinimum<Code> ? halves(lows + i) : global,
+                             global_inverse};
           encode_pair<by>(x + i * span, both, both, codes + i * span / kPerByte<Code>);
         }
       }
-      for (; i < count_; ++i) {
-        const Divisor all{broadcast(scales_[i]), broadcast(inverses_[i]), broadcast(other(i)),
-                          broadcast(1.0f / global_)};
+      for (; i < count; ++i) {
+        const Divisor all{broadcast(scales[i]), broadcast(inverses[i]), kHasMinimum<Code> ? broadcast(lows[i]) : global,
+                          global_inverse};
         const N* from = x + i * span;
         Code* to = codes + i * span / kPerByte<Code>;
         int64_t j = 0;
