@@ -74,21 +74,22 @@ def logits_of(
         logits = capped(logits, softcap)
     logits = logits + added[None, :]
     seen = found[None, :] & sees[:, None] & (key_position[None, :] <= position[:, None])
-    if WINDOW:
-        seen = seen & (key_position[None, :] > position[:, None] - window)
-    return tl.where(seen, logits, float("-inf"))
+    logits = tl.where(seen, logits, float("-inf"))
+    if WINDOW:  # joined with `seen`, this keeps bishengir-compile-a5 busy forever
+        logits = tl.where(position[:, None] - key_position[None, :] < window, logits, float("-inf"))
+    return logits
 
 
 @triton.jit
-def store_denominator(at, exists, largest, total, sinks, head, SINKS: tl.constexpr):
-    """The pair at `at`, with the sinks."""
+def store_denominator(at, exists, largest, total, sinks, head, num_heads, SINKS: tl.constexpr):
+    """The largest logits of heads at `at` and the sums behind those of all heads, with the sinks."""
     if SINKS:
         sink = tl.load(sinks + head, mask=exists, other=0.0).to(tl.float32)
         new = tl.maximum(largest, sink)
         total = total * tl.exp(largest - new) + tl.exp(sink - new)
         largest = new
     tl.store(at, largest, mask=exists)
-    tl.store(at + 1, total, mask=exists)
+    tl.store(at + num_heads, total, mask=exists)
 
 
 @triton.jit
@@ -105,8 +106,8 @@ def find_denominators(
 ):  # fmt: skip
     """Program: (tile of the counted queries of a sequence, tile of heads, split).
 
-    denominators   [T, H, 2], with the sinks; written where not SPLIT
-    parts          [sequence, split, counted query, head, 2], without; written where SPLIT
+    denominators   [T, 2, H], with the sinks; written where not SPLIT
+    parts          [sequence, split, counted query, 2, H], without; written where SPLIT
     """
     QUERIES: tl.constexpr = BLOCK_M // HEADS
     sequence = tl.program_id(0) // tiles
@@ -155,10 +156,11 @@ def find_denominators(
         if SPLIT:
             part = (sequence.to(tl.int64) * tl.num_programs(2) + tl.program_id(2)) * decode_queries
             part += query - (num_queries - counted)
-            store_denominator(parts + 2 * (part * num_heads + head), sees, largest, total, sinks, head, False)
+            at = parts + 2 * part * num_heads + head
+            store_denominator(at, sees, largest, total, sinks, head, num_heads, False)
         else:
-            at = denominators + 2 * ((start + query).to(tl.int64) * num_heads + head)
-            store_denominator(at, sees, largest, total, sinks, head, SINKS)
+            at = denominators + 2 * (start + query).to(tl.int64) * num_heads + head
+            store_denominator(at, sees, largest, total, sinks, head, num_heads, SINKS)
 
 
 @triton.jit
@@ -176,14 +178,14 @@ def join_parts(
         used = tl.cdiv(length, split_tokens(length, MAX_SPLITS, MIN_TOKENS))
         s, head = tl.arange(0, SPLITS), tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
         part = (sequence.to(tl.int64) * num_splits + s) * decode_queries + i
-        part_at = parts + 2 * ((part * num_heads)[:, None] + head[None, :])
+        part_at = parts + (2 * part * num_heads)[:, None] + head[None, :]
         there = (s < used)[:, None] & (head < num_heads)[None, :]
         part_largest = tl.load(part_at, mask=there, other=-1e30)
         largest = tl.max(part_largest, axis=0)
-        part_total = tl.load(part_at + 1, mask=there, other=0.0)
+        part_total = tl.load(part_at + num_heads, mask=there, other=0.0)
         total = tl.sum(part_total * tl.exp(part_largest - largest[None, :]), axis=0)
-        at = denominators + 2 * ((end - counted + i).to(tl.int64) * num_heads + head)
-        store_denominator(at, head < num_heads, largest, total, sinks, head, SINKS)
+        at = denominators + 2 * (end - counted + i).to(tl.int64) * num_heads + head
+        store_denominator(at, head < num_heads, largest, total, sinks, head, num_heads, SINKS)
 
 
 @triton.jit
@@ -235,8 +237,9 @@ def add_mass(
                     rows, sees, position, keys, found, key_position, added, softmax_scale, softcap, window, SOFTCAP,
                     WINDOW,
                 )  # fmt: skip
-                at = denominators + 2 * ((start + query).to(tl.int64) * num_heads + head)
-                largest, total = tl.load(at, mask=sees, other=0.0), tl.load(at + 1, mask=sees, other=1.0)
+                at = denominators + 2 * (start + query).to(tl.int64) * num_heads + head
+                largest = tl.load(at, mask=sees, other=0.0)
+                total = tl.load(at + num_heads, mask=sees, other=1.0)
                 weights = tl.exp(logits - largest[:, None]) * (1.0 / total)[:, None]
                 weights = tl.where(logits == float("-inf"), 0.0, weights)
                 mass += tl.sum(weights, axis=0)

@@ -48,16 +48,14 @@ def apply_rope(
 def turn_pairs(
     x, position, table, table_p, table_d, first, half, INVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """float32 rows [ROWS, BLOCK_D] with interleaved pairs of channels, from `first` on, which is even, turned in place.
-
-    position   [ROWS]; a negative one turns nothing
-    """
+    """float32 rows [ROWS, BLOCK_D] of one position with interleaved pairs of channels, from `first` on, which is even,
+    turned in place; a negative position turns nothing."""
     even, odd = tl.split(tl.reshape(x, (ROWS, BLOCK_D // 2, 2)))
     pair = tl.arange(0, BLOCK_D // 2) - first // 2
-    turns = (position >= 0)[:, None] & ((pair >= 0) & (pair < half))[None, :]
-    angle = table + (position.to(tl.int64) * table_p)[:, None] + (pair * table_d)[None, :]
-    cos = tl.load(angle, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(angle + half * table_d, mask=turns, other=0.0).to(tl.float32)
+    turns = (position >= 0) & (pair >= 0) & (pair < half)
+    angle = table + position.to(tl.int64) * table_p + pair * table_d
+    cos = tl.load(angle, mask=turns, other=1.0).to(tl.float32)[None, :]
+    sin = tl.load(angle + half * table_d, mask=turns, other=0.0).to(tl.float32)[None, :]
     if INVERSE:
         sin = -sin
     return tl.interleave(even * cos - odd * sin, even * sin + odd * cos)

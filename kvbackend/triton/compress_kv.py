@@ -52,7 +52,7 @@ def compress_rows(
         begin = tl.load(seq_lens + sequence) - (tl.load(cu_seqlens + sequence + 1) - start)  # position of its token
         largest = tl.full((BLOCK_D,), -1e30, tl.float32)
         total = tl.zeros((BLOCK_D,), tl.float32)
-        for stage in tl.static_range(STAGES):
+        for stage in range(STAGES):
             column = stage * dim + d
             for first in range(0, RATIO, BLOCK_P):
                 m = first + tl.arange(0, BLOCK_P)
@@ -89,9 +89,8 @@ def compress_rows(
         row = row * tl.rsqrt(tl.sum(row * row, axis=0) / dim + eps) * weight
         position = (entry * RATIO).to(tl.int64)
         if TURNS:
-            first_pair, one = dim - 2 * half, tl.zeros((1,), tl.int64) + position
             turned = turn_pairs(
-                tl.reshape(row, (1, BLOCK_D)), one, cos_sin, cos_p, cos_d, first_pair, half, False, 1, BLOCK_D
+                tl.reshape(row, (1, BLOCK_D)), position, cos_sin, cos_p, cos_d, dim - 2 * half, half, False, 1, BLOCK_D
             )
             row = tl.reshape(turned, (BLOCK_D,))
         if SLOTS:

@@ -127,8 +127,7 @@ def shared_kv_attention(
                 largest, total, sums = online_softmax(logits, keys, largest, total, sums, DOT)
 
         if TURNS:
-            position = tl.zeros((HEADS,), tl.int32) + own
-            sums = turn_pairs(sums, position, cos_sin, cos_p, cos_d, dim - 2 * half, half, True, HEADS, BLOCK_D)
+            sums = turn_pairs(sums, own, cos_sin, cos_p, cos_d, dim - 2 * half, half, True, HEADS, BLOCK_D)
         store_result(
             largest, total, sums, head_exists, sequence, query, token, head, sinks, out, lse, part_out, part_lse,
             num_heads, dim, decode_queries, SPLIT, SINKS, LSE, BLOCK_D,

@@ -35,6 +35,7 @@ MARK = "<!-- compiled by triton-ascend -->\n"
 END = "\n<!-- end -->\n"
 
 SERVED = [name for name in registry if backends.registered()["npu_triton"].adapter(name)]
+READERS = ("token_logits", "sparse_attention", "shared_kv_attention")  # ops that decode pages of every format
 NOT_COMPILED = ("swap_blocks",)  # its pairs come from the host, so not on 'meta'; its kernel is that of copy_blocks
 
 
@@ -86,14 +87,17 @@ def calls() -> Iterator[shapes.Call]:
     index = shapes.FULL.index(1)
     yield "lightning_indexer", "decode", dict(**index, k=2048)
     yield "candidate_blocks", "decode", dict(**index, num_candidates=64, candidate_block_size=128)
+    recent = shapes.FULL.scoring(shapes.FULL.prefill, last_queries=32, window=1024)
+    yield "accumulate_scores", "the last 32 of a prompt, window", recent
     yield from widest_calls()
 
 
 def unlisted() -> Iterator[shapes.Call]:
-    """Every record and pair of records, which the table leaves out."""
+    """Every record, pair of records and format, which the table leaves out."""
     for op_name in ("store_rows", "transcode"):
         for sample, example in registry[op_name].make_samples("meta", torch.bfloat16):
             yield op_name, sample, example
+    yield from (call for call in shapes.FULL.every_format() if call[0] in READERS)
 
 
 def compiled(chip: str, every: Callable[[], Iterable[shapes.Call]]) -> list[tuple[str, str, Built]]:

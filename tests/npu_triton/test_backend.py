@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import nullcontext
 from importlib import import_module, metadata
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,28 @@ def test_a_kernel_is_compiled_for_the_950_and_any_grid(before: str | None, monke
     launching.start(kernel, (70000, 2), 5, BLOCK=16, num_warps=4, num_stages=1, enable_fp_fusion=False)
     assert kernel.seen == ((70000, 2), (5,), {"BLOCK": 16, "compile_on_910_95": True}, "1")
     assert os.environ.get(launching.EVERY_GRID) == before
+
+
+@pytest.mark.parametrize(
+    ("errors", "calls", "raised"),
+    [
+        ([], 1, None),
+        (["Stack dump:"] * 3, 4, None),
+        (["Stack dump:"] * 4, 4, "Stack dump"),
+        (["ub overflow", "Stack dump:"], 1, "ub overflow"),
+    ],
+)
+def test_a_crash_of_the_compiler_is_tried_again(errors: list[str], calls: int, raised: str | None) -> None:
+    seen = []
+
+    def kernel(**_: Any) -> None:
+        seen.append(1)
+        if len(seen) <= len(errors):
+            raise RuntimeError(errors[len(seen) - 1])
+
+    with pytest.raises(RuntimeError, match=raised) if raised else nullcontext():
+        launching.start({(1,): kernel}, (1,))
+    assert len(seen) == calls
 
 
 def test_threads_that_launch_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,8 @@ def run(
     few = decode_tiles(group, narrow)
     decode_queries = min(few.queries, DECODE_QUERIES, most)
     splits = min(MAX_SPLITS, launching.cdiv(capacity, MIN_TOKENS))
-    denominators = torch.empty(num_tokens, num_heads, 2, dtype=torch.float32, device=q.device)
-    parts = torch.empty(num_seqs, splits, decode_queries, num_heads, 2, dtype=torch.float32, device=q.device)
+    denominators = torch.empty(num_tokens, 2, num_heads, dtype=torch.float32, device=q.device)
+    parts = torch.empty(num_seqs, splits, decode_queries, 2, num_heads, dtype=torch.float32, device=q.device)
     seq_lens, cu_seqlens_q = seq_lens.contiguous(), cu_seqlens_q.contiguous()
     counted = num_tokens if last_queries < 0 else last_queries
     if key_positions is None:
@@ -46,7 +46,7 @@ def run(
     )  # fmt: skip
     constants: dict[str, Any] = dict(
         **keys.constants, WINDOW=window > 0, SOFTCAP=softcap > 0, POSITIONS=key_positions is not None,
-        BIAS=key_bias is not None, DOT=launching.dot_type(q.dtype), BLOCK_D=max(launching.power_of_two(dim), 16),
+        BIAS=key_bias is not None, DOT=launching.dot_type(q.dtype), BLOCK_D=launching.dot_block(dim),
     )  # fmt: skip
     parts_args = parts, denominators if sinks is None else sinks.contiguous(), decode_queries
     cut = dict(MAX_SPLITS=MAX_SPLITS, MIN_TOKENS=MIN_TOKENS, SINKS=sinks is not None)

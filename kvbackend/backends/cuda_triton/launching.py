@@ -47,6 +47,11 @@ def dot_type(dtype: torch.dtype) -> Any:
     return tl.bfloat16 if dtype is torch.bfloat16 else tl.float16
 
 
+def keys_at_a_time(count: int, dtype: torch.dtype) -> int:
+    """Keys of a step: `count`, or what bishengir-compile-a5 takes of them for queries of a dtype (`dot_block`)."""
+    return max(count, 32) if ascend.compiles() and dtype is not torch.float32 else count
+
+
 def floats(**tensors: Any) -> Iterator[str]:
     """The dtypes that every kernel is compiled for."""
     for name, tensor in tensors.items():
@@ -79,6 +84,12 @@ def even_pairs(dim: Any, cos_sin: Any) -> Iterator[str]:
 def as_integers(tensor: Tensor) -> Tensor:
     """The same bits as integers: what copies without a rounding."""
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def dot_block(dim: int) -> int:
+    """Numbers of a row in a tile that dots take. Tiles of 16 bfloat16, turned for a dot, end bishengir-compile-a5 by an
+    assertion."""
+    return max(power_of_two(dim), 32)
 
 
 def power_of_two(number: int) -> int:

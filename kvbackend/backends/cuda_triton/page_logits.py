@@ -26,6 +26,6 @@ def run(
         *high_cache.stride(), block_table, *block_table.stride(), seq_lens.contiguous(), cu_seqlens_q.contiguous(), out,
         num_seqs, group, dim, block_size, columns, tiles, page_size, num_sinks, num_recent,
         DOT=launching.dot_type(q.dtype), HEADS=scoring.block_of(group, 32), BLOCK_N=block_n,
-        BLOCK_D=scoring.block_of(dim, 256), num_warps=4, num_stages=1,
+        BLOCK_D=launching.dot_block(dim), num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ MOST: dict[str, tuple[int, int]] = {
     "quantize_kv": (51, 1),
     "reshape_and_cache": (62, 1),
     "select_tokens": (71, 8),
-    "shared_kv_attention": (248, 96),
+    "shared_kv_attention": (251, 96),
     "sparse_attention": (166, 38),
     "sparse_mla_attention": (255, 209),
     "store_rows": (60, 1),

@@ -49,7 +49,8 @@ def run(
     constants = dict(
         **recent, **compressed, MAX_SPLITS=MAX_SPLITS - 1, MIN_TOKENS=MIN_TOKENS, KV=kv is not None, ENTRIES=entries,
         CHOSEN=topk_indices is not None, SINKS=sinks is not None, TURNS=cos_sin is not None, LSE=return_lse,
-        DOT=launching.dot_type(q.dtype), BLOCK_N=16 if narrow else 32, BLOCK_D=max(launching.power_of_two(dim), 16),
+        DOT=launching.dot_type(q.dtype), BLOCK_N=launching.keys_at_a_time(16 if narrow else 32, q.dtype),
+        BLOCK_D=launching.dot_block(dim),
         num_warps=8, num_stages=1,
     )  # fmt: skip
     tiles = launching.cdiv(num_heads, 16)

@@ -3,7 +3,7 @@ from typing import Any
 import torch
 
 from ...ops import _formats, _math
-from . import cached, launching, scoring
+from . import cached, launching
 from .attending import DECODE_QUERIES, MAX_SPLITS, MIN_TOKENS, block_n, merge, parts
 
 
@@ -41,8 +41,8 @@ def run(
     constants: dict[str, Any] = dict(
         **keys.prefixed("K"), **values.prefixed("V"), MAX_SPLITS=MAX_SPLITS, MIN_TOKENS=MIN_TOKENS,
         SOFTCAP=softcap > 0, SINKS=sinks is not None, LSE=return_lse, DOT=launching.dot_type(q.dtype), HEADS=heads,
-        BLOCK_N=block_n(narrow), BLOCK_D=scoring.block_of(dim, 256),
-        BLOCK_V=scoring.block_of(value_dim, 256), num_warps=4 if narrow else 8, num_stages=1 if narrow else 2,
+        BLOCK_N=block_n(narrow), BLOCK_D=launching.dot_block(dim),
+        BLOCK_V=launching.dot_block(value_dim), num_warps=4 if narrow else 8, num_stages=1 if narrow else 2,
     )  # fmt: skip
     tiles = kv_heads * launching.cdiv(group, heads)
     launching.launch(sparse_attention, (num_seqs * few, tiles, splits), *args, SPLIT=True, **constants)

@@ -18,8 +18,6 @@ TRITON_ASCEND = "3.2.0"  # what the kernels were compiled with
 
 _ASSERTION = "ascendnpu-ir 1.2.0 ends with an assertion, incorrect # of replacement values, on some tiles of its kernel"
 WITHOUT = {
-    "compress_kv": "triton-adapter-opt of triton-ascend 3.2.0 crashes on its kernel, not in every run",
-    "shared_kv_attention": "triton-adapter-opt of triton-ascend 3.2.0 refuses its kernel: strides must not be zero",
     **dict.fromkeys(("mla_attention", "paged_attention", "sparse_mla_attention"), _ASSERTION),
     **dict.fromkeys(
         ("absorb_q", "lowrank_project", "lowrank_reconstruct", "project_out"), "it is one matmul, which torch has"

@@ -15,6 +15,7 @@ from typing import Any
 EVERY_GRID = "TRITON_ALL_BLOCKS_PARALLEL"
 OPTIONS = {"compile_on_910_95": True}  # the 950 by its former name, which 3.2.0 does not find out by itself
 CUDA_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # mean nothing there
+CRASH, TRIES = "Stack dump", 4  # triton-adapter-opt of 3.2.0 crashes now and then, most often on compress_kv's kernel
 _ONE_AT_A_TIME = threading.Lock()  # else a thread takes another's "1" for what was before
 
 
@@ -46,4 +47,11 @@ def start(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> N
     """Compile, where that is not done, and start a kernel on the current NPU and its stream."""
     own = {name: value for name, value in constants.items() if name not in CUDA_OPTIONS}
     with _ONE_AT_A_TIME, every_grid():
-        kernel[grid](*args, **own, **OPTIONS)
+        for left in reversed(range(TRIES)):
+            try:
+                kernel[grid](*args, **own, **OPTIONS)
+            except Exception as error:  # of a class that only triton-ascend has
+                if not left or CRASH not in str(error):
+                    raise
+            else:
+                return
