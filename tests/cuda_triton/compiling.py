@@ -174,6 +174,8 @@ def hot() -> Iterator[shapes.Call]:
     """The calls that are compiled for every target."""
     yield from shapes.FULL.calls()
     yield "swap_blocks", "2 blocks", shapes.FULL.swapping()  # not captured in a graph, so not among those
+    for dim in (64, 128):
+        yield "paged_attention", f"positions and biases, heads of {dim}", shapes.FULL.placed(shapes.FULL.prefill, dim)
 
 
 Everywhere = tuple[Launch, ...]  # what takes one place in a call, by target

@@ -74,6 +74,13 @@ class Shapes:
             **other,
         )  # fmt: skip
 
+    def placed(self, queries: int, dim: int) -> dict[str, Any]:
+        """Keys with positions and biases of their own."""
+        call = self.paged(queries, dim=dim)
+        rows = call["key_cache"].shape[:2]
+        own = dict(key_positions=_meta(*rows, dtype=torch.int32), key_bias=_meta(*rows, 8, dtype=torch.float32))
+        return call | own
+
     def mla(self, queries: int, heads: int | None = None, kv_format: str = "auto") -> dict[str, Any]:
         """DeepSeek-V3: latent and rotary part in one pool."""
         shape = self.num_seqs * self.length // 64, 64

@@ -37,14 +37,9 @@ def test_production_call_compiles_without_spills(name: str) -> None:
 
 
 def test_tokens_with_positions_of_their_own_compile() -> None:
-    """A tile of queries and a step of keys differ in size here."""
-    call = shapes.FULL.paged(1, dim=64)
-    rows = call["key_cache"].shape[:2]
-    own = dict(key_positions=torch.int32, key_bias=torch.float32)
-    sizes = dict(key_positions=rows, key_bias=(*rows, 8))
-    call |= {name: torch.empty(sizes[name], dtype=dtype, device="meta") for name, dtype in own.items()}
-    first, *_ = launches("paged_attention", 90, **call)
-    assert not build(first, 90).spilled
+    """A tile of queries and a step of keys differ in size here. sm_120 spilled most."""
+    for launch in launches("paged_attention", 120, **shapes.FULL.placed(512, 64))[:2]:
+        assert not build(launch, 120).spilled
 
 
 @pytest.mark.parametrize("heads", [64, 128])

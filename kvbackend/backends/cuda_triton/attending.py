@@ -6,7 +6,7 @@ sequence of a call has as many, there are parts for fewer: each is split all the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,8 @@ def attend(
     else:
         narrow = q.dtype is torch.float32 or keys.quantized or values.quantized
         few, many = decode_tiles(group, narrow), prefill_tiles(group, dim, narrow)
+        if positions is not None or bias is not None:  # what each key has of its own takes registers, too
+            few, many = (replace(tiles, block_n=block_n(narrow=True)) for tiles in (few, many))
     num_splits = min(MAX_SPLITS, launching.cdiv(capacity, MIN_TOKENS))
     decode_queries = min(few.queries, DECODE_QUERIES, max_seqlen_q)
     part_out, part_lse = parts(q, num_seqs, num_splits, decode_queries, value_dim)

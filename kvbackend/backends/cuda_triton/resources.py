@@ -20,7 +20,7 @@ MOST: dict[str, tuple[int, int]] = {
     "mla_attention": (254, 209),
     "mla_project_kv": (30, 0),
     "page_logits": (112, 36),
-    "paged_attention": (251, 97),
+    "paged_attention": (255, 97),
     "quantize_kv": (51, 1),
     "reshape_and_cache": (62, 1),
     "select_tokens": (71, 8),
