@@ -35,7 +35,6 @@ MARK = "<!-- compiled by triton-ascend -->\n"
 END = "\n<!-- end -->\n"
 
 SERVED = [name for name in registry if backends.registered()["npu_triton"].adapter(name)]
-READERS = ("token_logits", "sparse_attention", "shared_kv_attention")  # ops that decode pages of every format
 NOT_COMPILED = ("swap_blocks",)  # its pairs come from the host, so not on 'meta'; its kernel is that of copy_blocks
 
 
@@ -97,7 +96,7 @@ def unlisted() -> Iterator[shapes.Call]:
     for op_name in ("store_rows", "transcode"):
         for sample, example in registry[op_name].make_samples("meta", torch.bfloat16):
             yield op_name, sample, example
-    yield from (call for call in shapes.FULL.every_format() if call[0] in READERS)
+    yield from shapes.FULL.every_format()
 
 
 def compiled(chip: str, every: Callable[[], Iterable[shapes.Call]]) -> list[tuple[str, str, Built]]:

@@ -14,8 +14,9 @@ import torch
 
 from kvbackend import backends
 from kvbackend.backends import npu_triton
+from kvbackend.backends.cuda_triton import launching as launchers
 from kvbackend.backends.npu.target import Found, Target
-from kvbackend.backends.npu_triton import launching
+from kvbackend.backends.npu_triton import launching, limits
 from kvbackend.ops import registry
 
 PACKAGE = npu_triton.__name__
@@ -61,6 +62,34 @@ def test_a_machine_without_npu_is_refused_for_what_it_lacks(monkeypatch: pytest.
 def test_launchers_are_those_of_cuda(name: str) -> None:
     """So what tests/cuda_triton shows of values holds here."""
     assert import_module(f"{PACKAGE}.{name}").run is import_module(f"kvbackend.backends.cuda_triton.{name}").run
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "number", "refused"),
+    [
+        ("nvfp4", 256, True),
+        ("bf16/int4", 129, True),
+        ("nvfp4", 128, False),
+        ("fp8_e4m3", 256, False),
+        ("auto", 256, False),
+    ],
+)
+def test_refuses_wide_heads_of_four_bits(kv_format: str, number: int, refused: bool) -> None:
+    reasons = list(limits.packed_heads(kv_format, q=number))
+    assert [reason.startswith(f"q has heads of {number} numbers in {kv_format}; ") for reason in reasons] == [
+        True
+    ] * refused
+
+
+@pytest.mark.parametrize(
+    ("ascend", "dtype", "keys"), [(True, torch.bfloat16, 32), (True, torch.float32, 16), (False, torch.bfloat16, 16)]
+)
+def test_steps_of_16_keys_are_of_float32_alone(
+    ascend: bool, dtype: torch.dtype, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "compiles", lambda: ascend)
+    assert launchers.keys_at_a_time(16, dtype) == keys
+    assert launchers.keys_at_a_time(64, dtype) == 64
 
 
 class Recorder:
@@ -126,8 +155,6 @@ def test_threads_that_launch_leave_the_environment_as_it_was(monkeypatch: pytest
 
 
 def test_npu_tensors_are_launched_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvbackend.backends.cuda_triton import launching as launchers
-
     entered = []
 
     class Guard:

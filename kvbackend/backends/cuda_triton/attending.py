@@ -68,7 +68,8 @@ def latent_tiles(heads: int, dtype: torch.dtype, quantized: bool, spare: bool) -
     wide = {9: spare or not quantized, 10: not quantized}.get(launching.capability()[0], False)
     if wide and heads >= 64 and dtype is not torch.float32:
         return Tiles(64, 64, 32 if spare and not narrow else 16, 8, 2)
-    return Tiles(min(heads, 16), 16, block_n(narrow) // 2, 4 if spare and narrow else 8, 1)
+    keys = launching.keys_at_a_time(block_n(narrow) // 2, dtype)
+    return Tiles(min(heads, 16), 16, keys, 4 if spare and narrow else 8, 1)
 
 
 def block_n(narrow: bool) -> int:
@@ -118,8 +119,8 @@ def attend(
         **keys.prefixed("K"), **values.prefixed("V"), MAX_SPLITS=MAX_SPLITS, MIN_TOKENS=MIN_TOKENS, LATENT=latent,
         CAUSAL=causal, WINDOW=window > 0, SOFTCAP=softcap > 0, POSITIONS=positions is not None, BIAS=bias is not None,
         SINKS=sinks is not None, LSE=return_lse, DOT=launching.dot_type(q.dtype),
-        BLOCK_D=max(launching.power_of_two(dim), 16), BLOCK_V=max(launching.power_of_two(value_dim), 16),
-        BLOCK_PE=16 if q_pe is None else max(launching.power_of_two(q_pe.shape[2]), 16),
+        BLOCK_D=launching.dot_block(dim), BLOCK_V=launching.dot_block(value_dim),
+        BLOCK_PE=16 if q_pe is None else launching.dot_block(q_pe.shape[2]),
     )  # fmt: skip
     launching.launch(
         attention, (num_seqs, kv_heads * launching.cdiv(group, few.heads), num_splits), *args, SPLIT=True, **constants,

@@ -66,7 +66,7 @@ class Keys:
             first_token, first_column, columns, self.seq_lens.shape[0], num_heads, dim,
             _pages.block_size_of(self.key_cache, self.kv_format, self.block_size), self.compress_ratio,
             **keys.constants, CANDIDATES=self.candidates is not None, DOT=launching.dot_type(self.q.dtype),
-            HEADS=block_of(num_heads, most_heads), BLOCK_N=BLOCK_N, BLOCK_D=block_of(dim, 256), num_warps=4,
+            HEADS=block_of(num_heads, most_heads), BLOCK_N=BLOCK_N, BLOCK_D=launching.dot_block(dim), num_warps=4,
             num_stages=1,
         )  # fmt: skip
         return out

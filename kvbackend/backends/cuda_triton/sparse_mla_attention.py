@@ -40,8 +40,8 @@ def run(
     )  # fmt: skip
     constants = dict(
         **keys.constants, SPLIT_TOKENS=SPLIT_TOKENS, CAUSAL=causal, LSE=return_lse,
-        DOT=launching.dot_type(q_nope.dtype), BLOCK_D=max(launching.power_of_two(dim), 16),
-        BLOCK_PE=max(launching.power_of_two(q_pe.shape[2]), 16),
+        DOT=launching.dot_type(q_nope.dtype), BLOCK_D=launching.dot_block(dim),
+        BLOCK_PE=launching.dot_block(q_pe.shape[2]),
     )  # fmt: skip
     short, long = (
         latent_tiles(num_heads, q_nope.dtype, keys.quantized, spare) for spare in (not keys.quantized, False)

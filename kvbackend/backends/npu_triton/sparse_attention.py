@@ -6,4 +6,4 @@ run = launcher.run
 
 def unsupported(q, value_cache, kv_format, **rest):
     yield from launcher.unsupported(q=q, value_cache=value_cache, kv_format=kv_format, **rest)
-    yield from limits.int4_heads(kv_format, q=q.shape[2])
+    yield from limits.packed_heads(kv_format, q=q.shape[2])
