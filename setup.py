@@ -49,9 +49,9 @@ COMMON_FLAGS = [
 ]  # fmt: skip
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # for the files that register such a variant
+BF16 = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # for the files that register such a variant
 if os.environ.get("KVBACKEND_EMULATE_TILES"):
-    AMX.append("-DKVBACKEND_EMULATED_TILES")  # for tests only: see ci/amx_emulated.sh
+    BF16.append("-DKVBACKEND_EMULATED_TILES")  # for tests only: see ci/amx_emulated.sh
 MODULE = Path("kvbackend") / f"_build{sysconfig.get_config_var('EXT_SUFFIX')}"
 CUDA_TARGETS = ("80", "90", "100", "120")  # of csrc/cuda, as far as nvcc knows them
 
@@ -65,7 +65,9 @@ def machine() -> str:
 
 
 # plain first: where the linker meets one inline function several times it keeps the first, which every CPU can run
-VARIANTS = {"plain": [], "avx2": AVX2, "avx512": AVX512, "amx": AMX} if machine() == "x86_64" else {"plain": []}
+VARIANTS: dict[str, list[str]] = {"plain": []}
+if machine() == "x86_64":
+    VARIANTS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16}
 
 
 class NotBuiltError(Exception):
@@ -92,12 +94,12 @@ def cpu_library(build: Path, target: Path) -> None:
     headers = linked(build / f"torch-{version}", installed / "include")
     includes = [f"-I{path}" for path in (build, headers)]
     common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if "avx2" in VARIANTS else [])]
-    emulated = [flag for flag in AMX if "EMULATED" in flag]
+    emulated = [flag for flag in BF16 if "EMULATED" in flag]
     jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain", *emulated])]
     for variant, flags in VARIANTS.items():
         registers = ["-DKVBACKEND_REGISTERS"] if variant == "plain" else []
         for path in (*ops, probes):
-            if variant == "amx" and path is not probes and "KVBACKEND_REGISTER_AMX" not in path.read_text():
+            if variant == "avx512_bf16" and path is not probes and "KVBACKEND_REGISTER_BF16" not in path.read_text():
                 continue
             output = build / f"{path.stem}.{variant}.o"
             jobs.append((path, output, [f"-DKVBACKEND_ISA={variant}", *registers, *flags]))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .spec import Op
 
 FOLDER = Path(__file__).parent / "_lib"
-CPU_ISAS = ("plain", "avx2", "avx512", "amx")  # what KVBACKEND_CPU_ISA may force (csrc/cpu/isa.cpp)
+CPU_ISAS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")  # what KVBACKEND_CPU_ISA may force (csrc/cpu/isa.cpp)
 MIN_TORCH = (2, 10)  # TORCH_TARGET_VERSION of the libraries (setup.py)
 _BUILDING = {"npu": "python setup.py build_npu"}  # in the source tree
 _COMPILER = "a C++17 compiler builds them"

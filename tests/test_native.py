@@ -74,7 +74,7 @@ def test_an_old_torch_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fresh")
 def test_a_misspelled_instruction_set_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBACKEND_CPU_ISA", "AVX2")
-    assert "it must be plain, avx2, avx512, amx or unset" in (native.library("cpu").reason or "")
+    assert "it must be plain, avx2, avx512, avx512_bf16, amx or unset" in (native.library("cpu").reason or "")
 
 
 def test_without_the_library_everything_works_on_the_reference(tmp_path: Path) -> None:
@@ -91,13 +91,13 @@ def test_without_the_library_everything_works_on_the_reference(tmp_path: Path) -
     assert done.stderr.count("kernels are not built") == 1
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("isa", native.CPU_ISAS)
 def test_instruction_sets_can_be_forced_down(isa: str) -> None:
     pytest.importorskip("kvbackend._build", reason="the pybind11 module is not built")
     features = native.build_facts()["cpu_features"]
-    needs = {"amx": "amx_bf16", "avx512": "avx512", "avx2": "avx2"}
-    best = next((name for name, feature in needs.items() if features[feature]), "plain")
-    order = ["plain", "avx2", "avx512", "amx"]
+    order = native.CPU_ISAS
+    features |= {"plain": True, "amx": features["amx_bf16"]}
+    best = next(name for name in reversed(order) if features[name])
     code = "import ctypes, sys, torch; f = ctypes.CDLL(sys.argv[1]).kvbackend_isa; f.restype = ctypes.c_char_p; "
     command = [sys.executable, "-c", code + "print(f().decode())", str(native.FOLDER / "libkvbackend_cpu.so")]
     environment = os.environ | {"KVBACKEND_CPU_ISA": isa}

@@ -190,4 +190,4 @@ void accumulate_scores(const Tensor& q, const Tensor& key_cache, const Tensor& b
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER_AMX(accumulate_scores)
+KVBACKEND_REGISTER_BF16(accumulate_scores)

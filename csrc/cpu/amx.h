@@ -1,4 +1,4 @@
-// Products of bfloat16 matrices in AMX tiles, for attention with many rows.
+// Products of bfloat16 matrices, for attention with many rows: in AMX tiles, or in vectors where the CPU has none.
 //
 // A tile is 16 rows of 64 bytes. C[16, 16] of floats += A[16, 32] * B[32, 16] of bf16, where B's rows lie in pairs: its
 // tile row p holds B[2 p, column], B[2 p + 1, column] for each column in turn.
@@ -15,6 +15,11 @@ namespace kvbackend::KVBACKEND_ISA {
 constexpr int64_t kSide = 16;                     // rows of a tile, and columns of C
 constexpr int64_t kDepth = 32;                    // what is summed over
 constexpr int64_t kTileNumbers = kSide * kDepth;  // bf16 numbers of a tile
+
+inline bool has_tiles() {
+  static const bool found = isa() == Isa::amx;
+  return found;
+}
 
 #ifdef KVBACKEND_EMULATED_TILES  // ci/amx_emulated.sh: the same loops over tiles in memory, where the CPU has none
 struct TileScope {
@@ -47,10 +52,11 @@ void tile_multiply() {
       for (int n = 0; n < kSide; ++n) c[m][n] += to_float(a[m][k]) * to_float(b[k / 2][2 * n + k % 2]);
 }
 #else
-// Tiles are configured, for this thread, while one of these lives.
+// Tiles, if there are any, are configured for this thread while one of these lives.
 class TileScope {
  public:
   TileScope() {
+    if (!has_tiles()) return;
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
@@ -62,7 +68,9 @@ class TileScope {
     }
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
   }
-  ~TileScope() { asm volatile("tilerelease" ::: "memory"); }
+  ~TileScope() {
+    if (has_tiles()) asm volatile("tilerelease" ::: "memory");
+  }
   TileScope(const TileScope&) = delete;
   TileScope& operator=(const TileScope&) = delete;
 };
@@ -85,6 +93,22 @@ void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 #endif
+
+// The same in vectors: sums[M][N], each of kSide columns, += M rows of A, `row_bytes` apart, times N tiles of B.
+template <int M, int N>
+[[gnu::always_inline]] inline void multiply(Vec (&sums)[M][N], const bf16* a, int64_t row_bytes,
+                                            const bf16* const (&b)[N]) {
+  for (int64_t pair = 0; pair < kSide; ++pair) {
+    __m512bh columns[N];
+    for (int n = 0; n < N; ++n) columns[n] = (__m512bh)_mm512_loadu_si512(b[n] + pair * kDepth);
+    for (int m = 0; m < M; ++m) {
+      int32_t two;
+      std::memcpy(&two, reinterpret_cast<const char*>(a + 2 * pair) + m * row_bytes, sizeof two);
+      for (int n = 0; n < N; ++n)
+        sums[m][n] = (Vec)_mm512_dpbf16_ps((__m512)sums[m][n], (__m512bh)_mm512_set1_epi32(two), columns[n]);
+    }
+  }
+}
 
 // function(std::integral_constant<int, 0>), ..., < kCount: a loop over tile numbers.
 template <int kCount, class F>

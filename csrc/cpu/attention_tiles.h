@@ -1,4 +1,4 @@
-// Attention in AMX tiles: scores of a tile of keys, and its values weighed, for rows in bfloat16.
+// Attention in products of bfloat16 matrices: scores of a tile of keys, and its values weighed.
 //
 // Rows lie in strips of kSide. A strip's scores are [kMostKeys, kSide], so that a vector holds one key's, and what its
 // values add up to are tiles side by side: rows a power of two apart would share a few sets of the L1 cache.
@@ -37,10 +37,49 @@ template <class F>
   }
 }
 
-// Scores of K x 16 keys from `group` on for R strips, which stay in registers.
+constexpr int kSums = 16;  // that vectors keep in registers
+
+// Takes one step in `blocks` calls, the first of them in turn `which`.
+class SomeSteps {
+ public:
+  SomeSteps(int64_t which, int64_t blocks) : left_(which), blocks_(blocks) {}
+  template <class Ahead>
+  void step(Ahead& ahead) {
+    if (left_-- > 0) return;
+    ahead.step();
+    left_ = blocks_ - 1;
+  }
+
+ private:
+  int64_t left_, blocks_;
+};
+
+// Scores of K x 16 keys from `group` on for R strips, some keys at a time.
 template <int K, int R, class Ahead>
-void score_strips(const KeyTiles& keys, int first, int last, int64_t group, const bf16* queries, int64_t dim,
-                  float* scores, Ahead& ahead) {
+void score_in_vectors(const KeyTiles& keys, int first, int last, int64_t group, const bf16* queries, int64_t dim,
+                      float* scores, Ahead& ahead) {
+  constexpr int kKeys = kSums / R;
+  for (int64_t n = 0; n < K * kSide; n += kKeys) {
+    const int64_t side = group + n / kSide, row = n % kSide;
+    SomeSteps steps(n / kKeys, K * kSide / kKeys);
+    Vec sums[kKeys][R] = {};
+    each_depth(keys, first, last, [&](const KeyTiles::Part& part, int64_t d, int64_t at) {
+      steps.step(ahead);
+      const bf16* strips[R];
+      for (int r = 0; r < R; ++r) strips[r] = queries + r * kSide * dim + at * kSide;
+      const int64_t row_bytes = part.row_bytes[side];
+      multiply(sums, part.at[side] + row * row_bytes / static_cast<int64_t>(sizeof(bf16)) + d, row_bytes, strips);
+    });
+    for (int key = 0; key < kKeys; ++key) {
+      for (int r = 0; r < R; ++r) store(scores + (r * kMostKeys + side * kSide + row + key) * kSide, sums[key][r]);
+    }
+  }
+}
+
+// The same, all in registers.
+template <int K, int R, class Ahead>
+void score_in_tiles(const KeyTiles& keys, int first, int last, int64_t group, const bf16* queries, int64_t dim,
+                    float* scores, Ahead& ahead) {
   each<K * R>([](auto c) { tile_zero<c>(); });
   each_depth(keys, first, last, [&](const KeyTiles::Part& part, int64_t d, int64_t at) {
     ahead.step();
@@ -61,12 +100,14 @@ void score_head(const KeyTiles& keys, int first, int last, int64_t count, const 
                 int64_t dim, float* scores, Ahead& ahead) {
   const int64_t groups = (count + kSide - 1) / kSide;
   const int64_t whole = width / (2 * kSide) * 2 * kSide;  // rows in pairs of strips
-  for (int64_t group = 0; group < groups; group += 2) {   // two groups of keys stay in L1 for all of them
+  const auto score_two = has_tiles() ? score_in_tiles<2, 2, Ahead> : score_in_vectors<2, 2, Ahead>;
+  const auto score_one = has_tiles() ? score_in_tiles<4, 1, Ahead> : score_in_vectors<4, 1, Ahead>;
+  for (int64_t group = 0; group < groups; group += 2) {  // two groups of keys stay in L1 for all of them
     for (int64_t row = 0; row < whole; row += 2 * kSide)
-      score_strips<2, 2>(keys, first, last, group, queries + row * dim, dim, scores + row * kMostKeys, ahead);
+      score_two(keys, first, last, group, queries + row * dim, dim, scores + row * kMostKeys, ahead);
   }
   for (int64_t group = 0; whole < width && group < groups; group += 4)
-    score_strips<4, 1>(keys, first, last, group, queries + whole * dim, dim, scores + whole * kMostKeys, ahead);
+    score_one(keys, first, last, group, queries + whole * dim, dim, scores + whole * kMostKeys, ahead);
 }
 
 constexpr int64_t kPackStep = 8;  // values that are packed until the next rows are asked for
@@ -126,9 +167,33 @@ inline void decay_sums(float* sums, int64_t dims, const float* decay) {
   for (int64_t i = 0; any && i < dims; ++i) store(sums + i * kSide, load(sums + i * kSide) * decay[i % kSide]);
 }
 
-// sums += weights * values: R strips x C tiles of columns in registers while the keys go by.
+// sums += weights * values, of R strips x C tiles of columns: some rows at a time, while the keys go by.
 template <int R, int C, class Ahead>
-void weigh_strips(const bf16* weights, const bf16* values, int64_t count, int64_t dims, float* sums, Ahead& ahead) {
+void weigh_in_vectors(const bf16* weights, const bf16* values, int64_t count, int64_t dims, float* sums, Ahead& ahead) {
+  constexpr int kRowsAtOnce = kSums / C;
+  for (int64_t row = 0; row < R * kSide; row += kRowsAtOnce) {
+    const int64_t strip = row / kSide, first = row % kSide;
+    const auto sum = [&](int m, int c) { return sums + strip * kSide * dims + (c * kSide + first + m) * kSide; };
+    SomeSteps steps(row / kRowsAtOnce, R * kSide / kRowsAtOnce);
+    Vec found[kRowsAtOnce][C];
+    for (int m = 0; m < kRowsAtOnce; ++m) {
+      for (int c = 0; c < C; ++c) found[m][c] = load(sum(m, c));
+    }
+    for (int64_t n = 0; n < count; n += kDepth) {
+      steps.step(ahead);
+      const bf16* columns[C];
+      for (int c = 0; c < C; ++c) columns[c] = values + n * dims + c * kTileNumbers;
+      multiply(found, weights + (strip * kMostKeys + n) * kSide + first * kDepth, 64, columns);
+    }
+    for (int m = 0; m < kRowsAtOnce; ++m) {
+      for (int c = 0; c < C; ++c) store(sum(m, c), found[m][c]);
+    }
+  }
+}
+
+// The same, all in registers.
+template <int R, int C, class Ahead>
+void weigh_in_tiles(const bf16* weights, const bf16* values, int64_t count, int64_t dims, float* sums, Ahead& ahead) {
   const auto sum = [&](int64_t r, int64_t c) { return sums + r * kSide * dims + c * kSide * kSide; };
   each<R>([&](auto r) { each<C>([&](auto c) { tile_load<r * C + c>(sum(r, c), 64); }); });
   for (int64_t n = 0; n < count; n += kDepth) {
@@ -147,16 +212,19 @@ void weigh_strips(const bf16* weights, const bf16* values, int64_t count, int64_
 template <class Ahead>
 void weigh_head(const bf16* weights, int64_t width, const bf16* values, int64_t count, int64_t dims, float* sums,
                 Ahead& ahead) {
+  const auto weigh_wide = has_tiles() ? weigh_in_tiles<1, 4, Ahead> : weigh_in_vectors<1, 4, Ahead>;
+  const auto weigh_two = has_tiles() ? weigh_in_tiles<2, 2, Ahead> : weigh_in_vectors<2, 2, Ahead>;
+  const auto weigh_one = has_tiles() ? weigh_in_tiles<1, 2, Ahead> : weigh_in_vectors<1, 2, Ahead>;
   int64_t d = 0;
   for (; width == kSide && d + 2 * kDepth <= dims; d += 2 * kDepth)
-    weigh_strips<1, 4>(weights, values + d * kDepth, count, dims, sums + d * kSide, ahead);
+    weigh_wide(weights, values + d * kDepth, count, dims, sums + d * kSide, ahead);
   for (; d < dims; d += kDepth) {
     const bf16* columns = values + d * kDepth;
     const auto at = [&](int64_t row) { return sums + row * dims + d * kSide; };
     int64_t row = 0;
     for (; row + 2 * kSide <= width; row += 2 * kSide)
-      weigh_strips<2, 2>(weights + row * kMostKeys, columns, count, dims, at(row), ahead);
-    if (row < width) weigh_strips<1, 2>(weights + row * kMostKeys, columns, count, dims, at(row), ahead);
+      weigh_two(weights + row * kMostKeys, columns, count, dims, at(row), ahead);
+    if (row < width) weigh_one(weights + row * kMostKeys, columns, count, dims, at(row), ahead);
   }
 }
 

@@ -29,7 +29,7 @@
 #pragma once
 
 #include "cached_rows.h"
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 #include "attention_tiles.h"
 #endif
 
@@ -37,7 +37,7 @@ namespace kvbackend::KVBACKEND_ISA {
 
 // ----------------------------------------------------------------------------------------------------------- a task
 
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 template <class T>
 constexpr bool kTiles = std::is_same_v<T, bf16>;
 #else
@@ -317,7 +317,7 @@ class Worker {
       factors_[n] = rows.factor(keys.block[n], keys.slot[n], task_->first_head + head);
   }
 
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
   using Scope = TileScope;
 
   static bf16* as_bf16(float* data) { return reinterpret_cast<bf16*>(data); }
@@ -544,7 +544,7 @@ class Worker {
   Floats key_scales_, value_scales_, factors_;  // of a tile's rows
   RowBuffer key_buffer_, value_buffer_;
   Floats tile_keys_, tile_values_, packed_values_, packed_weights_, rotary_scores_;
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
   KeyTiles tiles_;
   bool runs_[kMostKeys / kSide];  // which keys of a tile follow each other
 #endif

@@ -26,4 +26,4 @@ Tensor candidate_blocks(const Tensor& q, const Tensor& weights, const Tensor& ke
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER_AMX(candidate_blocks)
+KVBACKEND_REGISTER_BF16(candidate_blocks)

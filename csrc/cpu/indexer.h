@@ -260,10 +260,32 @@ inline void weigh_heads(const float* scores, int64_t count, int64_t key, int64_t
   }
 }
 
-#if defined(__AMX_BF16__)
-// Scores of kSide keys, `stride` numbers apart, and R tiles of packed queries, tile by tile [R, kSide, kSide].
+#if defined(__AVX512BF16__)
+// Scores of kSide keys, `stride` numbers apart, and R tiles of packed queries, tile by tile [R, kSide, kSide]: some
+// keys at a time.
 template <int R, class Ahead>
-void score_side(const bf16* queries, int64_t dim, const bf16* keys, int64_t stride, float* scores, Ahead& ahead) {
+void score_side_in_vectors(const bf16* queries, int64_t dim, const bf16* keys, int64_t stride, float* scores,
+                           Ahead& ahead) {
+  constexpr int kKeys = R == 1 ? 16 : R == 2 ? 8 : 4;
+  const int64_t key_bytes = stride * static_cast<int64_t>(sizeof(bf16));
+  for (int64_t n = 0; n < kSide; n += kKeys) {
+    Vec sums[kKeys][R] = {};
+    for (int64_t d = 0; d < dim; d += kDepth) {
+      if (n == 0) ahead.step();
+      const bf16* strips[R];
+      for (int r = 0; r < R; ++r) strips[r] = queries + r * kSide * dim + d * kSide;
+      multiply(sums, keys + n * stride + d, key_bytes, strips);
+    }
+    for (int key = 0; key < kKeys; ++key) {
+      for (int r = 0; r < R; ++r) store(scores + (r * kSide + n + key) * kSide, sums[key][r]);
+    }
+  }
+}
+
+// The same, all in registers.
+template <int R, class Ahead>
+void score_side_in_tiles(const bf16* queries, int64_t dim, const bf16* keys, int64_t stride, float* scores,
+                         Ahead& ahead) {
   each<R>([](auto r) { tile_zero<r>(); });
   const int64_t key_bytes = stride * static_cast<int64_t>(sizeof(bf16));
   const auto multiply = [&](auto part, int64_t d) {
@@ -295,7 +317,7 @@ template <class T, class Keys>
 class IndexWorker {
  public:
   using Element = std::conditional_t<kTiles<T>, bf16, float>;
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
   using Scope = std::conditional_t<kTiles<T>, TileScope, int>;
 #else
   using Scope = int;
@@ -373,7 +395,7 @@ class IndexWorker {
     std::fill_n(row(0), width_ * dim_, Element{});
     for (int64_t head = 0; head < heads_; ++head)
       load_row(data + head * call_.q.stride(1), call_.q.stride(2), size, row(head));
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
     if constexpr (kTiles<T>) {
       for (int64_t head = 0; head < width_; head += kSide)
         pack_queries(row(head), dim_, reinterpret_cast<bf16*>(queries) + head * dim_);
@@ -399,7 +421,7 @@ class IndexWorker {
   // Scores of a tile for one query; -inf where there is no key.
   void score(int64_t i, const KeyTile& tile) {
     const float* queries = queries_ + i * width_ * dim_;
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
     if constexpr (kTiles<T>) {
       // Tiles multiply the next keys while the scores of the last ones are weighed.
       for (int64_t n = 0; n < tile.count + kSide; n += kSide) {
@@ -422,12 +444,15 @@ class IndexWorker {
     for (int64_t n = 0; n < tile.count; ++n) scores_[n] = tile.there[n] ? scale_[n] * scores_[n] : -kInfinity;
   }
 
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
   static constexpr int64_t kHeads = 4 * kSide;  // whose sums stay in registers
 
   void score_heads(const float* queries, int64_t head, const Side& side, float* out) {
     const bf16* packed = reinterpret_cast<const bf16*>(queries) + head * dim_;
-    const auto score = [&](auto r) { score_side<r>(packed, dim_, side.keys, side.stride, out, ahead_); };
+    const auto score = [&](auto r) {
+      (has_tiles() ? score_side_in_tiles<r, Prefetcher>
+                   : score_side_in_vectors<r, Prefetcher>)(packed, dim_, side.keys, side.stride, out, ahead_);
+    };
     switch (std::min(kHeads, width_ - head) / kSide) {
       case 1:
         return score(std::integral_constant<int, 1>{});

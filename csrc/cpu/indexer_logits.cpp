@@ -45,4 +45,4 @@ Tensor indexer_logits(const Tensor& q, const Tensor& weights, const Tensor& key_
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER_AMX(indexer_logits)
+KVBACKEND_REGISTER_BF16(indexer_logits)

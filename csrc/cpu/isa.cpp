@@ -32,7 +32,7 @@ bool has_tiles(const CpuFeatures& cpu) {
 Isa best() {
 #if defined(KVBACKEND_X86)
   const CpuFeatures cpu = cpu_features();
-  if (cpu.avx512_bf16 && has_tiles(cpu)) return Isa::amx;
+  if (cpu.avx512_bf16) return has_tiles(cpu) ? Isa::amx : Isa::avx512_bf16;
   if (cpu.avx512) return Isa::avx512;
   if (cpu.avx2) return Isa::avx2;
 #endif
@@ -45,6 +45,7 @@ Isa choose() {
   if (forced && !std::strcmp(forced, "plain")) lower = Isa::plain;
   if (forced && !std::strcmp(forced, "avx2")) lower = Isa::avx2;
   if (forced && !std::strcmp(forced, "avx512")) lower = Isa::avx512;
+  if (forced && !std::strcmp(forced, "avx512_bf16")) lower = Isa::avx512_bf16;
   return std::min(lower, best());
 }
 
@@ -66,6 +67,8 @@ __attribute__((visibility("default"))) const char* kvbackend_isa() {
   switch (kvbackend::isa()) {
     case kvbackend::Isa::amx:
       return "amx";
+    case kvbackend::Isa::avx512_bf16:
+      return "avx512_bf16";
     case kvbackend::Isa::avx512:
       return "avx512";
     case kvbackend::Isa::avx2:

@@ -4,7 +4,8 @@
 // lives in: plain, avx2, avx512. So the same loops exist several times, vectorized differently, and nothing compiled
 // for a newer CPU can be reached on an older one. Only the plain build registers the op, with the variant that isa()
 // chose when the library was loaded: KVBACKEND_REGISTER(op), last in the file. A file that ends in
-// KVBACKEND_REGISTER_AMX(op) is compiled a fourth time, as amx.
+// KVBACKEND_REGISTER_BF16(op) is compiled a fourth time, as avx512_bf16: products of bfloat16, in AMX tiles where the
+// CPU has them (amx.h).
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -26,7 +27,7 @@
 
 namespace kvbackend {
 
-enum class Isa { plain, avx2, avx512, amx };
+enum class Isa { plain, avx2, avx512, avx512_bf16, amx };
 Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the lower one KVBACKEND_CPU_ISA names
 
 }  // namespace kvbackend
@@ -43,16 +44,17 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
   kvbackend::isa() >= kvbackend::Isa::avx512 ? m.impl(#op, TORCH_BOX(&kvbackend::avx512::op)) \
   : kvbackend::isa() == kvbackend::Isa::avx2 ? m.impl(#op, TORCH_BOX(&kvbackend::avx2::op))   \
                                              : m.impl(#op, TORCH_BOX(&kvbackend::plain::op))
-#define KVBACKEND_DECLARE_AMX(op)           \
-  namespace kvbackend::amx {                \
+#define KVBACKEND_DECLARE_BF16(op)          \
+  namespace kvbackend::avx512_bf16 {        \
   extern decltype(kvbackend::plain::op) op; \
   }
-#define KVBACKEND_IMPL_AMX(m, op) \
-  kvbackend::isa() == kvbackend::Isa::amx ? m.impl(#op, TORCH_BOX(&kvbackend::amx::op)) : KVBACKEND_IMPL(m, op)
+#define KVBACKEND_IMPL_BF16(m, op)                                                                      \
+  kvbackend::isa() >= kvbackend::Isa::avx512_bf16 ? m.impl(#op, TORCH_BOX(&kvbackend::avx512_bf16::op)) \
+                                                  : KVBACKEND_IMPL(m, op)
 #else
 #define KVBACKEND_DECLARE_VARIANTS(op)
-#define KVBACKEND_DECLARE_AMX(op)
-#define KVBACKEND_IMPL_AMX(m, op) KVBACKEND_IMPL(m, op)
+#define KVBACKEND_DECLARE_BF16(op)
+#define KVBACKEND_IMPL_BF16(m, op) KVBACKEND_IMPL(m, op)
 #define KVBACKEND_IMPL(m, op) m.impl(#op, TORCH_BOX(&kvbackend::plain::op))
 #endif
 
@@ -60,13 +62,13 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
 #define KVBACKEND_REGISTER(op)   \
   KVBACKEND_DECLARE_VARIANTS(op) \
   STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_IMPL(m, op); }
-#define KVBACKEND_REGISTER_AMX(op) \
-  KVBACKEND_DECLARE_VARIANTS(op)   \
-  KVBACKEND_DECLARE_AMX(op)        \
-  STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_IMPL_AMX(m, op); }
+#define KVBACKEND_REGISTER_BF16(op) \
+  KVBACKEND_DECLARE_VARIANTS(op)    \
+  KVBACKEND_DECLARE_BF16(op)        \
+  STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_IMPL_BF16(m, op); }
 #else
 #define KVBACKEND_REGISTER(op)
-#define KVBACKEND_REGISTER_AMX(op)
+#define KVBACKEND_REGISTER_BF16(op)
 #endif
 
 namespace kvbackend::KVBACKEND_ISA {

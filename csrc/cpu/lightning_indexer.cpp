@@ -36,4 +36,4 @@ Tensor lightning_indexer(const Tensor& q, const Tensor& weights, const Tensor& k
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER_AMX(lightning_indexer)
+KVBACKEND_REGISTER_BF16(lightning_indexer)

@@ -36,4 +36,4 @@ std::tuple<Tensor, Tensor> mla_attention(const Tensor& q_nope, const Tensor& q_p
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER_AMX(mla_attention)
+KVBACKEND_REGISTER_BF16(mla_attention)

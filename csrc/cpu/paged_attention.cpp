@@ -34,4 +34,4 @@ std::tuple<Tensor, Tensor> paged_attention(
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER_AMX(paged_attention)
+KVBACKEND_REGISTER_BF16(paged_attention)

@@ -1,7 +1,9 @@
 // Loops at this machine's limits: they only read, or only multiply. `kvbackend bench` holds the kernels against them
 // (kvbackend/bench/limits.py calls them by their C names; they are no ops).
+#include <numeric>
+
 #include "simd.h"
-#if defined(__AMX_TILE__)
+#if defined(__AVX512BF16__)
 #include "amx.h"
 #endif
 
@@ -46,19 +48,36 @@ extern double probe_multiply(int64_t rounds, int64_t threads) {
   return 2.0 * rounds * threads * kAccumulators * kLanes;
 }
 
-#if defined(__AMX_TILE__)
-extern double probe_tiles(int64_t rounds, int64_t threads) {
+#if defined(__AVX512BF16__)
+double multiply_tiles(int64_t rounds) {
+  const TileScope tiles;
+  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+  tile_zero<4>(), tile_zero<5>(), tile_zero<6>(), tile_zero<7>();
+  for (int64_t round = 0; round < rounds; ++round) {
+    tile_multiply<0, 4, 6>(), tile_multiply<1, 4, 7>(), tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+  }
+  return 4.0 * 2 * kSide * kSide * kDepth * rounds;
+}
+
+double multiply_vectors(int64_t rounds, float& kept) {
+  Vec sums[kAccumulators];
+  for (int i = 0; i < kAccumulators; ++i) sums[i] = broadcast(static_cast<float>(i));  // alike, they would be one
+  const __m512bh half = (__m512bh)_mm512_set1_epi32(0x3f003f00);                       // in each number
+  for (int64_t round = 0; round < rounds; ++round)
+    for (Vec& sum : sums) sum = (Vec)_mm512_dpbf16_ps((__m512)sum, half, half);
+  for (const Vec& sum : sums) kept += sum[0];
+  return 2.0 * 2 * kLanes * kAccumulators * rounds;
+}
+
+// Products of bfloat16 matrices, as attention makes them.
+extern double probe_products(int64_t rounds, int64_t threads) {
+  std::vector<float> kept(threads);
+  std::vector<double> done(threads);
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread) {
-      const TileScope tiles;
-      tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-      tile_zero<4>(), tile_zero<5>(), tile_zero<6>(), tile_zero<7>();
-      for (int64_t round = 0; round < rounds; ++round) {
-        tile_multiply<0, 4, 6>(), tile_multiply<1, 4, 7>(), tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
-      }
-    }
+    for (int64_t i = begin; i < end; ++i)
+      done[i] = has_tiles() ? multiply_tiles(rounds) : multiply_vectors(4 * rounds, kept[i]);
   });
-  return 4.0 * 2 * kSide * kSide * kDepth * rounds * threads;
+  return std::accumulate(done.begin(), done.end(), 0.0);
 }
 #endif
 
@@ -68,8 +87,8 @@ extern double probe_tiles(int64_t rounds, int64_t threads) {
 KVBACKEND_DECLARE_VARIANTS(probe_read)
 KVBACKEND_DECLARE_VARIANTS(probe_multiply)
 #if defined(KVBACKEND_X86)
-namespace kvbackend::amx {
-extern double probe_tiles(int64_t rounds, int64_t threads);
+namespace kvbackend::avx512_bf16 {
+extern double probe_products(int64_t rounds, int64_t threads);
 }
 #define KVBACKEND_CHOSEN(probe)                                           \
   (kvbackend::isa() >= kvbackend::Isa::avx512 ? &kvbackend::avx512::probe \
@@ -89,10 +108,10 @@ KVBACKEND_EXPORT double kvbackend_probe_multiply(int64_t rounds, int64_t threads
   return KVBACKEND_CHOSEN(probe_multiply)(rounds, threads);
 }
 
-// 0 operations where the kernels use no tiles.
-KVBACKEND_EXPORT double kvbackend_probe_tiles(int64_t rounds, int64_t threads) {
+// 0 operations where the kernels multiply no bfloat16.
+KVBACKEND_EXPORT double kvbackend_probe_products(int64_t rounds, int64_t threads) {
 #if defined(KVBACKEND_X86)
-  if (kvbackend::isa() == kvbackend::Isa::amx) return kvbackend::amx::probe_tiles(rounds, threads);
+  if (kvbackend::isa() >= kvbackend::Isa::avx512_bf16) return kvbackend::avx512_bf16::probe_products(rounds, threads);
 #endif
   return 0;
 }

@@ -342,4 +342,4 @@ std::tuple<Tensor, Tensor> shared_kv_attention(const Tensor& q, const Tensor& wi
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER_AMX(shared_kv_attention)
+KVBACKEND_REGISTER_BF16(shared_kv_attention)

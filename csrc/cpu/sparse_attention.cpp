@@ -97,4 +97,4 @@ std::tuple<Tensor, Tensor> sparse_attention(
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER_AMX(sparse_attention)
+KVBACKEND_REGISTER_BF16(sparse_attention)

@@ -193,4 +193,4 @@ std::tuple<Tensor, Tensor> sparse_mla_attention(const Tensor& q_nope, const Tens
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER_AMX(sparse_mla_attention)
+KVBACKEND_REGISTER_BF16(sparse_mla_attention)

@@ -91,4 +91,4 @@ Tensor token_logits(const Tensor& q, const Tensor& key_cache, const Tensor& bloc
 
 }  // namespace kvbackend::KVBACKEND_ISA
 
-KVBACKEND_REGISTER_AMX(token_logits)
+KVBACKEND_REGISTER_BF16(token_logits)

@@ -89,18 +89,18 @@ LIMITS: dict[str, Callable[[], Limit]] = {
     "paged_read_gbs": partial(_read, "paged_read_gbs", 1 << 15, True),  # a block of 16 tokens of 8 heads of 128
     "row_read_gbs": partial(_read, "row_read_gbs", 1152, True),  # an MLA row
     "fp32_gflops": partial(_arithmetic, "fp32_gflops", "multiply", 1 << 18),
-    "amx_bf16_gflops": partial(_arithmetic, "amx_bf16_gflops", "tiles", 1 << 16),
+    "bf16_gflops": partial(_arithmetic, "bf16_gflops", "products", 1 << 16),
 }
 
 
 def matrix_limit() -> str:
-    """What bounds products of matrices here: tiles where the kernels use them."""
-    return "amx_bf16_gflops" if library("cpu").isa == "amx" else "fp32_gflops"
+    """What bounds products of matrices here: those of bfloat16 where the kernels make them."""
+    return "bf16_gflops" if library("cpu").isa in ("avx512_bf16", "amx") else "fp32_gflops"
 
 
 def limits() -> dict[str, float]:
     """Every limit, with the threads that torch uses: GB/s, and GFLOP/s of multiplying."""
-    names = [name for name in LIMITS if name in (matrix_limit(), "fp32_gflops") or not name.startswith("amx")]
+    names = [name for name in LIMITS if name in (matrix_limit(), "fp32_gflops") or not name.startswith("bf16")]
     if library("cpu").reason:
         names = ["copy_gbs"]
     return {name: Limit.of(name).rate() for name in names}

@@ -69,7 +69,7 @@ def check_this_isa(wanted: str) -> None:
                 assert_close(kernel(name, **args), reference(name, **args), f"{name} {dtype} {shape}", factor=2)
 
 
-@pytest.mark.parametrize("wanted", ["plain", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("wanted", native.CPU_ISAS)
 def test_every_instruction_set_equals_the_reference(wanted: str) -> None:
     run_on_isa(wanted, f"from tests.cpu.test_attention_kernels import check_this_isa; check_this_isa({wanted!r})")
 

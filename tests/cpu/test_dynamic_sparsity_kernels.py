@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvbackend import native
 from kvbackend.matrix import DTYPES, run_cell
 from kvbackend.ops import registry
 
@@ -70,7 +71,7 @@ def check_this_isa(wanted: str) -> None:
                 assert cell.status == "pass", cell
 
 
-@pytest.mark.parametrize("wanted", ["plain", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("wanted", native.CPU_ISAS)
 def test_every_instruction_set_equals_the_reference(wanted: str) -> None:
     run_on_isa(
         wanted, f"from tests.cpu.test_dynamic_sparsity_kernels import check_this_isa; check_this_isa({wanted!r})"

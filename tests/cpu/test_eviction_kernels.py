@@ -174,7 +174,7 @@ def check_this_isa(wanted: str) -> None:
             assert_sums(args, f"{dtype} {heads} heads", factor=4)
 
 
-@pytest.mark.parametrize("wanted", ["plain", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("wanted", native.CPU_ISAS)
 def test_scores_of_every_instruction_set_equal_the_reference(wanted: str) -> None:
     run_on_isa(wanted, f"from tests.cpu.test_eviction_kernels import check_this_isa; check_this_isa({wanted!r})")
 

@@ -123,7 +123,7 @@ def check_this_isa(wanted: str) -> None:
                 assert_reference("mla_attention", quantized("mla_attention", kv_format, dtype, heads=heads))
 
 
-@pytest.mark.parametrize("wanted", ["plain", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("wanted", native.CPU_ISAS)
 def test_every_format_and_instruction_set_equals_the_reference(wanted: str) -> None:
     run_on_isa(wanted, f"from tests.cpu.test_quantized_attention import check_this_isa; check_this_isa({wanted!r})")
 

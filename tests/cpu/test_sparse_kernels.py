@@ -104,7 +104,7 @@ def check_this_isa(wanted: str) -> None:
                 assert cell.status == "pass", cell
 
 
-@pytest.mark.parametrize("wanted", ["plain", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("wanted", native.CPU_ISAS)
 def test_every_instruction_set_equals_the_reference(wanted: str) -> None:
     run_on_isa(wanted, f"from tests.cpu.test_sparse_kernels import check_this_isa; check_this_isa({wanted!r})")
 
