@@ -115,13 +115,15 @@ class Plan {
     if (rule_.causal) task.end = std::min(task.end, last + 1);
   }
 
-  // For the one range of queries of a sequence: where its keys are cut. A part is small beside the keys it stands for.
+  // For the one range of queries of a sequence: where its keys are cut. A part is small beside the keys it stands for,
+  // but two parts are made of what is long enough, for two threads.
   void plan_parts(const Task& task) {
     Sequence& sequence = batch[task.sequence];
     const int64_t part = sequence.queries * sizes_.heads * (sizes_.value_dim + 2);
     const int64_t key = sizes_.kv_heads * (sizes_.dim + sizes_.value_dim);
     const int64_t least = 16 * part / std::max<int64_t>(1, key);  // keys
     sequence.split = round_up(std::max(sequence.length / kMostParts, least) + 1, kSplit);
+    if (sequence.length >= 2 * kSplit) sequence.split = std::min(sequence.split, round_up(sequence.length / 2, kSplit));
     sequence.parts = (task.end - 1) / sequence.split - task.begin / sequence.split + 1;
     if (sequence.parts == 1) return;
     sequence.first_part = num_parts;
