@@ -347,8 +347,7 @@ class PagedCache:
         Returns block_table [B, max_blocks] (-1 past the end of a sequence), seq_lens [B], cu_seqlens_q [B+1], all int32
         on the cache's device, and max_seqlen_q.
         """
-        counts = self.last_tokens(seqs, q_lens, "q_lens")
-        sequences = [self._sequence(seq) for seq in seqs]
+        sequences, counts = self.last_tokens(seqs, q_lens, "q_lens")
         width = max((len(sequence.table) for sequence in sequences), default=0)
         tables = [sequence.table + [-1] * (width - len(sequence.table)) for sequence in sequences]
         return {
@@ -358,9 +357,9 @@ class PagedCache:
             "max_seqlen_q": max(counts, default=0),
         }
 
-    @checked
-    def last_tokens(self, seqs: Sequence[int], counts: Sequence[int], name: str) -> list[int]:
-        """The counts; raises ArgumentError unless there is one for each sequence, which has so many tokens."""
+    def last_tokens(self, seqs: Sequence[int], counts: Sequence[int], name: str) -> tuple[list[_Sequence], list[int]]:
+        """The sequences and counts, of types that the caller has checked; raises ArgumentError unless there is a count
+        for each sequence, which has so many tokens."""
         sequences, counts = self._batch_of(seqs, counts, name)
         for seq, sequence, count in zip(seqs, sequences, counts, strict=True):
             if count > sequence.length:
@@ -368,7 +367,7 @@ class PagedCache:
                     f"{name} asks for {count} tokens of sequence {seq}, which has {sequence.length}; they are its last "
                     f"ones: append them first"
                 )
-        return counts
+        return sequences, counts
 
     @checked
     def pages(self, layer: int) -> Pages:

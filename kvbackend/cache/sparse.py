@@ -276,7 +276,7 @@ class SparseAttention:
 
     def _need_rows(self, name: str, counts: Sequence[int], seqs: Sequence[int], **rows: Tensor) -> list[int]:
         """The counts; raises ArgumentError unless their sum is how many rows each of these tensors has."""
-        counts = self.cache.last_tokens(seqs, counts, name)
+        _, counts = self.cache.last_tokens(seqs, counts, name)
         for row, tensor in rows.items():
             if tensor.dim() == 0 or len(tensor) != sum(counts):
                 raise ArgumentError(
