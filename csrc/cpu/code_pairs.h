@@ -108,36 +108,58 @@ inline SignedHalfPair greatest(SignedHalfPair a, SignedHalfPair b) {
 #endif
 }
 
-// ----------------------------------------------------------------------------------------------- maxima of many groups
+// --------------------------------------------------------------------------------------------- extremes of many groups
 
-// Of two vectors, in which `left` lanes each belong to a group, one with half as many.
-template <int left, int... Lane>
-inline SignedHalfPair fold(SignedHalfPair a, SignedHalfPair b, std::integer_sequence<int, Lane...>) {
+// Of two vectors, in which `left` lanes each belong to a group, one with half as many, by turns of the first and of the
+// second. Half of the lanes stay where they are, since moving costs more than choosing.
+template <int left, class F, int... Lane>
+KVBACKEND_INLINE SignedHalfPair fold(SignedHalfPair a, SignedHalfPair b, F&& pick,
+                                     std::integer_sequence<int, Lane...>) {
   constexpr int half = left / 2;
-  const SignedHalfPair evens = __builtin_shufflevector(a, b, (Lane / half * left + Lane % half)...);
-  const SignedHalfPair odds = __builtin_shufflevector(a, b, (Lane / half * left + Lane % half + half)...);
-  return greatest(evens, odds);
+  const SignedHalfPair kept = __builtin_shufflevector(a, b, (Lane / half % 2 ? Lane + kPair : Lane)...);
+  const SignedHalfPair moved = __builtin_shufflevector(a, b, (Lane / half % 2 ? Lane + kPair - half : Lane + half)...);
+  return pick(kept, moved);
 }
 
 // Vector i of those where `left` lanes are what is left of a group's. at(i): vector i of the numbers.
-template <int group, int left, class F>
-KVBACKEND_INLINE SignedHalfPair folded(F&& at, int i) {
+template <int group, int left, class At, class F>
+KVBACKEND_INLINE SignedHalfPair folded(At&& at, F&& pick, int i) {
   if constexpr (left < std::min<int>(group, kPair)) {
-    const SignedHalfPair a = folded<group, 2 * left>(at, 2 * i), b = folded<group, 2 * left>(at, 2 * i + 1);
-    return fold<2 * left>(a, b, std::make_integer_sequence<int, kPair>{});
+    const SignedHalfPair a = folded<group, 2 * left>(at, pick, 2 * i), b = folded<group, 2 * left>(at, pick, 2 * i + 1);
+    return fold<2 * left>(a, b, pick, std::make_integer_sequence<int, kPair>{});
   } else {
     constexpr int vectors = std::max<int>(group / kPair, 1);
     SignedHalfPair most = at(vectors * i);
-    for (int j = 1; j < vectors; ++j) most = greatest(most, at(vectors * i + j));
+    for (int j = 1; j < vectors; ++j) most = pick(most, at(vectors * i + j));
     return most;
   }
 }
 
-// The largest number in each of kLanes groups that follow each other.
-template <int group, class F>
-KVBACKEND_INLINE IntVec group_maxima(F&& at) {
-  const SignedHalfPair two = folded<group, 2>(at, 0);  // lanes of each
-  return (IntVec)greatest(two, (SignedHalfPair)((BitVec)two << 16)) >> 16;
+constexpr int reversed_bits(int lane, int lanes) {
+  return lanes == 1 ? 0 : lane % 2 * (lanes / 2) + reversed_bits(lane / 2, lanes / 2);
+}
+
+template <int... Lane>
+inline IntVec in_bit_order(IntVec folded, std::integer_sequence<int, Lane...>) {
+  return __builtin_shufflevector(folded, folded, reversed_bits(Lane, kLanes)...);
+}
+
+// What pick(a, b) prefers to all others in each of kLanes groups that follow each other.
+template <int group, class At, class F>
+KVBACKEND_INLINE IntVec group_picks(At&& at, F&& pick) {
+  const SignedHalfPair two = folded<group, 2>(at, pick, 0);  // lanes of each
+  const IntVec picked = (IntVec)pick(two, (SignedHalfPair)((BitVec)two << 16)) >> 16;
+  return in_bit_order(picked, std::make_integer_sequence<int, kLanes>{});  // which folding has reversed
+}
+
+template <int group, class At>
+KVBACKEND_INLINE IntVec group_maxima(At&& at) {
+  return group_picks<group>(at, [](SignedHalfPair a, SignedHalfPair b) { return greatest(a, b); });
+}
+
+template <int group, class At>
+KVBACKEND_INLINE IntVec group_minima(At&& at) {
+  return group_picks<group>(at, [](SignedHalfPair a, SignedHalfPair b) { return least(a, b); });
 }
 
 // ---------------------------------------------------------------------------------------------------------- rounding
@@ -208,12 +230,11 @@ KVBACKEND_INLINE void store_pair(int8_t* to, Vec even, Vec odd, HalfPair signs) 
   store_bytes(to, (HalfPair)(((SignedHalfPair)lower_halves(whole(even), whole(odd)) ^ sign) - sign));
 }
 
-// Any numbers: below 0 is 0, above 15 is 15.
+// Numbers of 16 bits as integers: below 0 is 0, above 15 is 15.
 KVBACKEND_INLINE void store_pair(uint4x2* to, Vec even, Vec odd, HalfPair /*signs*/) {
-  const auto rounded = [](Vec value) {
-    return (BitVec)(least(greatest(value, Vec{}), broadcast(15.0f)) + 12582912.0f);  // the adder rounds
-  };
-  store_nibbles(to, lower_halves(rounded(even), rounded(odd)) & 15);
+  const SignedHalfPair whole =
+      (SignedHalfPair)lower_halves((BitVec)(even + 12582912.0f), (BitVec)(odd + 12582912.0f));  // the adder rounds
+  store_nibbles(to, (HalfPair)least(greatest(whole, SignedHalfPair{}), SignedHalfPair{} + 15));
 }
 
 }  // namespace kvbackend::KVBACKEND_ISA

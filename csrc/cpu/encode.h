@@ -1,7 +1,7 @@
 // Rows of numbers as codes: x / scale in the grid, to the bit as kvbackend/codecs has it.
 #pragma once
 
-#include "make_scales.h"
+#include "steps.h"
 
 namespace kvbackend::KVBACKEND_ISA {
 
@@ -139,7 +139,8 @@ class RowEncoder {
         inverses_(scales_.size()),
         paired_(span == 1 ? 3 * scales_.size() : 0),
         stored_(scales_.size() * sizeof(float)),
-        stored_lows_(lows_.size()) {
+        stored_lows_(lows_.size()),
+        steps_(format, global, span, count) {
     limit(global, global);
   }
 
@@ -174,7 +175,9 @@ class RowEncoder {
       clean(x, 1, 0);
       for (int64_t i = 0; i < count_; ++i) slow_limits(cleaned_.data() + i * span_, span_, 1, i);
     }
-    finish_scales();
+    finish_scales(plain);
+    if (plain && steps_.encode(x, stored_.data(), codes)) return;
+    prepare();
     plain ? apply(x, codes) : apply(cleaned_.data(), codes);
   }
 
@@ -196,11 +199,21 @@ class RowEncoder {
       clean(x, group, stride);
       for (int64_t i = 0; i < count_; ++i) slow_limits(cleaned_.data() + i, group, count_, i);
     }
-    finish_scales();
-    for (int64_t row = 0; row < group; ++row) {
+    finish_scales(plain);
+    prepare();
+    for (int64_t row = 0; row < group; row += kRows) {
+      for (int64_t next = row; next < row + kRows; ++next) {
+        for (int64_t i = 0; i < count_; i += kLine) __builtin_prefetch(x + (group + next) * stride + i, 0, 2);
+      }
       Code* to = codes + row * codes_stride;
-      for (int64_t i = 0; i < count_; i += kLine) __builtin_prefetch(x + (group + row) * stride + i, 0, 2);
-      plain ? apply(x + row * stride, to) : apply(&cleaned_[row * count_], to);
+      if constexpr (sizeof(T) == sizeof(uint16_t)) {
+        if (plain) {
+          encode_channels<By::minimum_and_scale, kRows>(x + row * stride, to, stride, codes_stride);
+          continue;
+        }
+      }
+      for (int64_t next = 0; next < kRows; ++next, to += codes_stride)
+        plain ? apply(x + (row + next) * stride, to) : apply(&cleaned_[(row + next) * count_], to);
     }
   }
 
@@ -210,17 +223,22 @@ class RowEncoder {
     const auto [least, most] = std::minmax_element(scales, scales + count_);
     limit(*least, *most);
     prepare();
+    steps_.take(*least == *most ? *least : 0.0f);
   }
 
   // A row with the scales taken.
   void encode_taken(const T* x, Code* codes) {
-    if (largest_bits(x, span_ * count_) < limit_) return apply(x, codes);
+    if (largest_bits(x, span_ * count_) < limit_) {
+      if (!steps_.encode_taken(x, codes)) apply(x, codes);
+      return;
+    }
     clean(x, 1, 0);
     apply(cleaned_.data(), codes);
   }
 
  private:
   static constexpr int64_t kLine = 64 / sizeof(T);  // numbers in a cache line
+  static constexpr int kRows = 4;                   // of a group, which has a multiple of these, side by side
 
   // Sets the magnitude, as bits, from which on numbers take the slow way: those that are not finite, and those that
   // divisors from least to most leave too large for store_pair. All of them, where a reciprocal might not be a normal
@@ -245,8 +263,9 @@ class RowEncoder {
     IntVec most, beyond;
     if constexpr (kHasMinimum<Code>) {
       const auto bits = [](IntVec number) { return (HalfPair)(number ^ (number >> 31 & 0x7fff)); };  // see ordered
-      const IntVec least = ~group_maxima<span>([&](int at) { return ~ordered(numbers(at)); });
-      most = group_maxima<span>([&](int at) { return ordered(numbers(at)); });
+      const auto in_order = [&](int at) { return ordered(numbers(at)); };
+      const IntVec least = group_minima<span>(in_order);
+      most = group_maxima<span>(in_order);
       beyond = (most > Bits<T>::kMost) | (least < ~Bits<T>::kMost);
       split(bits(least), T{}, found, odd);
       store(&lows_[i], found);
@@ -317,16 +336,20 @@ class RowEncoder {
     if constexpr (kHasMinimum<Code>) lows_[i] = low;
   }
 
-  void finish_scales() {
+  // From the limits of numbers that are `plain`, or from others.
+  void finish_scales(bool plain) {
     if constexpr (kHasMinimum<Code>) {
       make_ranges(lows_.data(), scales_.data(), count_, stored_lows_.data(), reinterpret_cast<fp16*>(stored_.data()));
     } else {
       if (format_.global_scale) {
-        for (int64_t i = 0; i < count_; i += kLanes) store(&scales_[i], load(&scales_[i]) / global_);
+        const Vec global = broadcast(global_), inverse = broadcast(1.0f / global_);
+        for (int64_t i = 0; i < count_; i += kLanes) {
+          const Vec top = load(&scales_[i]);
+          store(&scales_[i], plain && sizeof(T) == sizeof(uint16_t) ? quotient(top, global, inverse) : top / global);
+        }
       }
       make_scales<Code>(format_.rule, scales_.data(), count_, stored_.data());
     }
-    prepare();
   }
 
   // What 16-bit numbers need besides the scales.
@@ -371,44 +394,54 @@ class RowEncoder {
   template <By by, class N>
   void encode_by(const N* x, Code* codes) const {
     if (span_ == 1) return encode_channels<by>(x, codes);
+    with_span(span_, [&](auto span) { encode_spans<by>(x, span, codes); });
+  }
+
+  template <By by, class N, class Size>
+  void encode_spans(const N* x, Size span, Code* codes) const {
     // not as members, which whatever is stored might have changed
     const float *scales = scales_.data(), *inverses = inverses_.data(), *lows = lows_.data();
     const int64_t count = count_;
     const Vec global = broadcast(global_), global_inverse = broadcast(1.0f / global_);
-    with_span(span_, [&, scales, inverses, lows, count, global, global_inverse](auto span) {
-      int64_t i = 0;
-      if constexpr (!kMayHaveRest<decltype(span)>) {
-        for (; 2 * span == kPair && i + 2 <= count; i += 2) {
-          const Divisor both{halves(scales + i), halves(inverses + i), kHasMinimum<Code> ? halves(lows + i) : global,
-                             global_inverse};
-          encode_pair<by>(x + i * span, both, both, codes + i * span / kPerByte<Code>);
-        }
+    int64_t i = 0;
+    if constexpr (!kMayHaveRest<Size>) {
+      for (; 2 * span == kPair && i + 2 <= count; i += 2) {
+        const Divisor both{halves(scales + i), halves(inverses + i), kHasMinimum<Code> ? halves(lows + i) : global,
+                           global_inverse};
+        encode_pair<by>(x + i * span, both, both, codes + i * span / kPerByte<Code>);
       }
-      for (; i < count; ++i) {
-        const Divisor all{broadcast(scales[i]), broadcast(inverses[i]), kHasMinimum<Code> ? broadcast(lows[i]) : global,
-                          global_inverse};
-        const N* from = x + i * span;
-        Code* to = codes + i * span / kPerByte<Code>;
-        int64_t j = 0;
-        for (; j + kPair <= span; j += kPair) encode_pair<by>(from + j, all, all, to + j / kPerByte<Code>);
-        for (; j < span; j += kPerByte<Code>)
-          store_code(to, j, [&](int64_t at) { return scaled<by>(to_float(from[at]), scales_[i], other(i)); });
-      }
-    });
+    }
+    for (; i < count; ++i) {
+      const Divisor all{broadcast(scales[i]), broadcast(inverses[i]), kHasMinimum<Code> ? broadcast(lows[i]) : global,
+                        global_inverse};
+      const N* from = x + i * span;
+      Code* to = codes + i * span / kPerByte<Code>;
+      int64_t j = 0;
+      for (; j + kPair <= span; j += kPair) encode_pair<by>(from + j, all, all, to + j / kPerByte<Code>);
+      for (; j < span; j += kPerByte<Code>)
+        store_code(to, j, [&](int64_t at) { return scaled<by>(to_float(from[at]), scales[i], other(i)); });
+    }
   }
 
-  template <By by, class N>
-  void encode_channels(const N* x, Code* codes) const {
+  // Rows side by side, so that divisors are read once for all.
+  template <By by, int rows = 1, class N>
+  void encode_channels(const N* x, Code* codes, int64_t stride = 0, int64_t codes_stride = 0) const {
     const float *scales = paired_.data(), *inverses = scales + scales_.size(), *lows = inverses + scales_.size();
     const Vec global = broadcast(global_), global_inverse = broadcast(1.0f / global_);
     const auto divisor = [&](int64_t i) {
       return Divisor{load(scales + i), load(inverses + i), kHasMinimum<Code> ? load(lows + i) : global, global_inverse};
     };
     int64_t i = 0;
-    for (; i + kPair <= count_; i += kPair)
-      encode_pair<by>(x + i, divisor(i), divisor(i + kLanes), codes + i / kPerByte<Code>);
-    for (; i < count_; i += kPerByte<Code>)
-      store_code(codes, i, [&](int64_t at) { return scaled<by>(to_float(x[at]), scales_[at], other(at)); });
+    for (; i + kPair <= count_; i += kPair) {
+      const Divisor evens = divisor(i), odds = divisor(i + kLanes);
+      for (int row = 0; row < rows; ++row)
+        encode_pair<by>(x + row * stride + i, evens, odds, codes + row * codes_stride + i / kPerByte<Code>);
+    }
+    for (; i < count_; i += kPerByte<Code>) {
+      for (int row = 0; row < rows; ++row)
+        store_code(codes + row * codes_stride, i,
+                   [&](int64_t at) { return scaled<by>(to_float(x[row * stride + at]), scales_[at], other(at)); });
+    }
   }
 
   float other(int64_t i) const { return kHasMinimum<Code> ? lows_[i] : global_; }
@@ -421,6 +454,7 @@ class RowEncoder {
   std::vector<uint8_t> stored_;
   std::vector<SignedHalfPair> limits_;
   std::vector<fp16> stored_lows_;
+  StepEncoder<T, Code> steps_;
 };
 
 }  // namespace kvbackend::KVBACKEND_ISA

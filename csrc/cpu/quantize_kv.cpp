@@ -3,6 +3,36 @@
 
 namespace kvbackend::KVBACKEND_ISA {
 
+// The largest magnitudes of each channel of rows begin .. end of a head, a few rows at a time. False where they mean
+// nothing: one is not finite, or channels are no whole pairs.
+template <class T>
+bool channel_magnitudes(const Rows<T>& rows, int64_t begin, int64_t end, int64_t head, float* top) {
+  if (rows.stride != 1 || rows.row % kPair) return false;
+  constexpr int64_t kRows = 8;
+  std::vector<HalfPair> largest(rows.row / kPair);
+  for (int64_t row = begin; row < end; row += kRows) {
+    const T* from = rows.data + head * rows.head_stride;
+    for (size_t i = 0; i < largest.size(); ++i, from += kPair) {
+      SignedHalfPair most = (SignedHalfPair)largest[i];
+      for (int64_t next = row; next < std::min(row + kRows, end); ++next) {
+        HalfPair bits;
+        std::memcpy(&bits, from + next * rows.token_stride, sizeof bits);
+        most = greatest(most, (SignedHalfPair)(bits & 0x7fff));
+      }
+      largest[i] = (HalfPair)most;
+    }
+  }
+  IntVec beyond{};
+  for (size_t i = 0; i < largest.size(); ++i) {
+    beyond |= (IntVec)(largest[i] >= Bits<T>::kInfinity);
+    T numbers[kPair];
+    std::memcpy(numbers, &largest[i], sizeof numbers);
+    store(top + i * kPair, load(numbers));
+    store(top + i * kPair + kLanes, load(numbers + kLanes));
+  }
+  return !any(beyond);
+}
+
 // The largest magnitudes under scales that all tokens share [heads * count]. Parallel over stretches of tokens; which
 // thread has which changes nothing about a maximum.
 template <class T>
@@ -11,13 +41,20 @@ std::vector<float> magnitudes(const Rows<T>& rows, int64_t span, int64_t count) 
   const int64_t wanted = std::max<int64_t>(1, rows.tokens * rows.row_bytes() >> 18);
   const int64_t stretches = std::min<int64_t>({wanted, rows.tokens, 64});
   std::vector<float> found(std::max<int64_t>(1, stretches) * size);
-  torch::stable::parallel_for(0, stretches, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, stretches, 1, [&](int64_t first, int64_t last) {
     std::vector<T> room;
-    for (int64_t part = begin; part < end; ++part) {
-      for (int64_t token = part * rows.tokens / stretches; token < (part + 1) * rows.tokens / stretches; ++token) {
-        for (int64_t head = 0; head < rows.heads; ++head) {
+    for (int64_t part = first; part < last; ++part) {
+      const int64_t begin = part * rows.tokens / stretches, end = (part + 1) * rows.tokens / stretches;
+      for (int64_t head = 0; head < rows.heads; ++head) {
+        float* top = found.data() + part * size + head * count;
+        if (span == 1) {
+          if constexpr (sizeof(T) == sizeof(uint16_t)) {
+            if (channel_magnitudes(rows, begin, end, head, top)) continue;
+          }
+          std::fill_n(top, count, 0.0f);
+        }
+        for (int64_t token = begin; token < end; ++token) {
           const T* x = rows.at(token, head, room);
-          float* top = found.data() + part * size + head * count;
           int64_t i = 0;
           if (span == 1) {
             for (; i + kLanes <= count; i += kLanes) store(top + i, maximum(magnitude(load(x + i)), load(top + i)));

@@ -1,8 +1,9 @@
 """Ops that write and read codes, in every format, against the rate at which this machine copies.
 
-Bytes are those that an op must read and write, each once: a scale for a whole tensor, for which rows are read twice,
-gets no credit for the second time. Inputs come from memory: each call takes the next of several that no cache holds
-together. Outputs are new each time, as the ops give them.
+Bytes are those that an op must read and write. Rows count twice where a scale covers all tokens and is made from them,
+since none can be coded before all are read; with scales given, as engines have them, they count once. Inputs come from
+memory: each call takes the next of several that no cache holds together. Outputs are new each time, as the ops give
+them.
 """
 
 from __future__ import annotations
@@ -52,14 +53,19 @@ def _global_scale(kv_format: str) -> Tensor | None:
 
 
 def quantize(make: Maker, *, others: bool) -> Iterator[Case]:
-    """Rows to codes."""
+    """Rows to codes; under scales that cover all tokens also as engines do it, who give them."""
     rows = [make.randn(TOKENS, KV_HEADS, HEAD_DIM) for _ in range(INPUTS)]
     for kv_format, role in _quantized_formats():
+        static = formats.get(kv_format).granularity in split.STATIC
         other = dict(kv_format=kv_format, global_scale=_global_scale(kv_format), role=role)
-        outputs = registry["quantize_kv"](rows[0], **other)
-        moved = rows[0].nbytes + sum(tensor.nbytes for tensor in outputs)
-        peer = peers.compiled_codec(kv_format, encode=True) if others else None
-        yield _copied("quantize_kv", f"{role} rows", [dict(x=x, **other) for x in rows], kv_format, moved, peer)
+        codes, scales = registry["quantize_kv"](rows[0], **other)
+        moved = rows[0].nbytes + codes.nbytes + scales.nbytes
+        peer = peers.compiled_codec(kv_format, role, encode=True) if others else None
+        calls = [dict(x=x, **other) for x in rows]
+        yield _copied("quantize_kv", f"{role} rows", calls, kv_format, moved + static * rows[0].nbytes, peer)
+        if static:
+            given = [dict(scale=scales, **call) for call in calls]
+            yield _copied("quantize_kv", f"{role} rows, scale given", given, kv_format, moved, peer)
 
 
 def dequantize(make: Maker, *, others: bool) -> Iterator[Case]:
@@ -70,7 +76,7 @@ def dequantize(make: Maker, *, others: bool) -> Iterator[Case]:
         coded = [registry["quantize_kv"](x, **other) for x in rows]
         moved = rows[0].nbytes + sum(tensor.nbytes for tensor in coded[0])
         calls = [dict(codes=codes, scales=scales, **other) for codes, scales in coded]
-        peer = peers.compiled_codec(kv_format, encode=False) if others else None
+        peer = peers.compiled_codec(kv_format, role, encode=False) if others else None
         yield _copied("dequantize_kv", f"{role} rows", calls, kv_format, moved, peer)
 
 

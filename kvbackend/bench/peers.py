@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import formats
 from ..errors import ArgumentError
+from . import torch_codecs
 
 Peer = Callable[[dict[str, Any]], Any]  # given a call of the op
 
@@ -145,45 +147,11 @@ def compiled_pooling(ratio: int, overlap: bool) -> Peer:
 
 
 @cache
-def compiled_codec(kv_format: str, *, encode: bool) -> Peer | None:
-    """Coding by token and head, or by groups of 32, as torch.compile makes it; None for formats that it lacks."""
-    codec = {"int8": _int8, "fp8_e4m3:token_head": _fp8, "mxfp4": _mxfp4}.get(kv_format)
-    if codec is None:
-        return None
-    compiled = torch.compile(codec[0 if encode else 1], dynamic=False)
+def compiled_codec(kv_format: str, role: str, *, encode: bool) -> Peer:
+    """Coding in a format as torch.compile makes it of a few lines of torch."""
+    fmt = formats.get(kv_format)
     if encode:
-        return lambda call: compiled(call["x"])
-    return lambda call: compiled(call["codes"], call["scales"])
-
-
-def _to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = x.abs().amax(-1, keepdim=True).float() / 127
-    return torch.round(x.float() / scale).clamp_(-127, 127).to(torch.int8), scale
-
-
-def _to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = x.abs().amax(-1, keepdim=True).float() / 448
-    return (x.float() / scale).to(torch.float8_e4m3fn), scale
-
-
-def _scaled(codes: Tensor, scale: Tensor) -> Tensor:
-    return (codes.float() * scale.view(*codes.shape[:-1], 1)).bfloat16()
-
-
-def _to_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    groups = x.float().unflatten(-1, (-1, 32))
-    exponent = (torch.floor(torch.log2(groups.abs().amax(-1, keepdim=True))) - 2).clamp_(-127, 127)
-    scaled = groups * torch.exp2(-exponent)
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    codes = (torch.bucketize(scaled.abs(), middles) | (scaled < 0).long() << 3).byte().flatten(-2)
-    return codes[..., ::2] | codes[..., 1::2] << 4, (exponent + 127).byte().squeeze(-1)
-
-
-def _from_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
-    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
-    exponents = scales.view(torch.uint8).float() - 127
-    return (numbers.unflatten(-1, (-1, 32)) * torch.exp2(exponents).unsqueeze(-1)).flatten(-2).bfloat16()
-
-
-_int8, _fp8, _mxfp4 = (_to_int8, _scaled), (_to_fp8, _scaled), (_to_mxfp4, _from_mxfp4)
+        to_codes = torch.compile(torch_codecs.encode, dynamic=False)
+        return lambda call: to_codes(call["x"], fmt, role, call["global_scale"], call.get("scale"))
+    to_rows = torch.compile(torch_codecs.decode, dynamic=False)
+    return lambda call: to_rows(call["codes"], call["scales"], fmt, role, call["global_scale"])
