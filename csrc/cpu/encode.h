@@ -176,7 +176,7 @@ class RowEncoder {
       for (int64_t i = 0; i < count_; ++i) slow_limits(cleaned_.data() + i * span_, span_, 1, i);
     }
     finish_scales(plain);
-    if (plain && steps_.encode(x, stored_.data(), codes)) return;
+    if (plain && steps_.encode(x, stored_.data(), codes, [&](int64_t i) { divide_pair(x, i, codes); })) return;
     prepare();
     plain ? apply(x, codes) : apply(cleaned_.data(), codes);
   }
@@ -202,13 +202,10 @@ class RowEncoder {
     finish_scales(plain);
     prepare();
     for (int64_t row = 0; row < group; row += kRows) {
-      for (int64_t next = row; next < row + kRows; ++next) {
-        for (int64_t i = 0; i < count_; i += kLine) __builtin_prefetch(x + (group + next) * stride + i, 0, 2);
-      }
       Code* to = codes + row * codes_stride;
       if constexpr (sizeof(T) == sizeof(uint16_t)) {
         if (plain) {
-          encode_channels<By::minimum_and_scale, kRows>(x + row * stride, to, stride, codes_stride);
+          encode_channels<By::minimum_and_scale, kRows>(x + row * stride, to, stride, codes_stride, group * stride);
           continue;
         }
       }
@@ -223,13 +220,13 @@ class RowEncoder {
     const auto [least, most] = std::minmax_element(scales, scales + count_);
     limit(*least, *most);
     prepare();
-    steps_.take(*least == *most ? *least : 0.0f);
+    steps_.take(scales);
   }
 
   // A row with the scales taken.
   void encode_taken(const T* x, Code* codes) {
     if (largest_bits(x, span_ * count_) < limit_) {
-      if (!steps_.encode_taken(x, codes)) apply(x, codes);
+      if (!steps_.encode_taken(x, codes, [&](int64_t i) { divide_pair(x, i, codes); })) apply(x, codes);
       return;
     }
     clean(x, 1, 0);
@@ -369,6 +366,16 @@ class RowEncoder {
       split(row + i, out + i, std::make_integer_sequence<int, kLanes>{});
   }
 
+  // kPair numbers from i on, where nothing has been prepared.
+  void divide_pair(const T* x, int64_t i, Code* codes) const {
+    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+      const float* scale = &scales_[i / span_];
+      const Vec divisor = span_ < kPair ? halves(scale) : broadcast(*scale);
+      const Divisor all{divisor, 1.0f / divisor, {}, {}};
+      encode_pair<By::scale>(x + i, all, all, codes + i / kPerByte<Code>);
+    }
+  }
+
   template <class N>
   void apply(const N* x, Code* codes) const {
     if constexpr (kHasMinimum<Code>) {
@@ -423,9 +430,9 @@ class RowEncoder {
     }
   }
 
-  // Rows side by side, so that divisors are read once for all.
+  // Rows side by side, so that divisors are read once for all. Those `ahead` are asked for meanwhile.
   template <By by, int rows = 1, class N>
-  void encode_channels(const N* x, Code* codes, int64_t stride = 0, int64_t codes_stride = 0) const {
+  void encode_channels(const N* x, Code* codes, int64_t stride = 0, int64_t codes_stride = 0, int64_t ahead = 0) const {
     const float *scales = paired_.data(), *inverses = scales + scales_.size(), *lows = inverses + scales_.size();
     const Vec global = broadcast(global_), global_inverse = broadcast(1.0f / global_);
     const auto divisor = [&](int64_t i) {
@@ -434,8 +441,11 @@ class RowEncoder {
     int64_t i = 0;
     for (; i + kPair <= count_; i += kPair) {
       const Divisor evens = divisor(i), odds = divisor(i + kLanes);
-      for (int row = 0; row < rows; ++row)
-        encode_pair<by>(x + row * stride + i, evens, odds, codes + row * codes_stride + i / kPerByte<Code>);
+      for (int row = 0; row < rows; ++row) {
+        const N* from = x + row * stride + i;
+        if (ahead && i % kLine == 0) __builtin_prefetch(from + ahead, 0, 2);
+        encode_pair<by>(from, evens, odds, codes + row * codes_stride + i / kPerByte<Code>);
+      }
     }
     for (; i < count_; i += kPerByte<Code>) {
       for (int row = 0; row < rows; ++row)

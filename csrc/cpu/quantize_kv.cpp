@@ -3,28 +3,24 @@
 
 namespace kvbackend::KVBACKEND_ISA {
 
-// The largest magnitudes of each channel of rows begin .. end of a head, a few rows at a time. False where they mean
-// nothing: one is not finite, or channels are no whole pairs.
+// The largest magnitudes of each channel of rows begin .. end of a head. False where they mean nothing: one is not
+// finite, or channels are no whole pairs.
 template <class T>
 bool channel_magnitudes(const Rows<T>& rows, int64_t begin, int64_t end, int64_t head, float* top) {
   if (rows.stride != 1 || rows.row % kPair) return false;
-  constexpr int64_t kRows = 8;
-  std::vector<HalfPair> largest(rows.row / kPair);
-  for (int64_t row = begin; row < end; row += kRows) {
-    const T* from = rows.data + head * rows.head_stride;
-    for (size_t i = 0; i < largest.size(); ++i, from += kPair) {
-      SignedHalfPair most = (SignedHalfPair)largest[i];
-      for (int64_t next = row; next < std::min(row + kRows, end); ++next) {
-        HalfPair bits;
-        std::memcpy(&bits, from + next * rows.token_stride, sizeof bits);
-        most = greatest(most, (SignedHalfPair)(bits & 0x7fff));
-      }
-      largest[i] = (HalfPair)most;
+  std::vector<SignedHalfPair> largest(rows.row / kPair);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* from = rows.data + row * rows.token_stride + head * rows.head_stride;
+    for (SignedHalfPair& most : largest) {
+      SignedHalfPair bits;
+      std::memcpy(&bits, from, sizeof bits);
+      most = greatest(most, bits & 0x7fff);
+      from += kPair;
     }
   }
   IntVec beyond{};
   for (size_t i = 0; i < largest.size(); ++i) {
-    beyond |= (IntVec)(largest[i] >= Bits<T>::kInfinity);
+    beyond |= (IntVec)(largest[i] >= static_cast<int16_t>(Bits<T>::kInfinity));
     T numbers[kPair];
     std::memcpy(numbers, &largest[i], sizeof numbers);
     store(top + i * kPair, load(numbers));

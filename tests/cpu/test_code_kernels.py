@@ -95,12 +95,13 @@ def test_scales_near_the_ends_of_float32(power: int) -> None:
 @pytest.mark.parametrize(
     ("kv_format", "global_scale"),
     [("fp4_e2m1", None), ("nvfp4", 1.0), ("nvfp4", 0.0117), ("nvfp4", 0.7), ("nvfp4", 3e-30), ("nvfp4", 2e30),
-     ("mxfp4", None), ("fp4_e2m1:32", None), ("fp4_e2m1:128", None)],
+     ("mxfp4", None), ("fp4_e2m1:32", None), ("fp4_e2m1:128", None),
+     ("mxfp8", None), ("fp8_e4m3:16", None), ("fp8_e5m2:128", None)],
 )  # fmt: skip
-def test_four_bits_under_every_scale(
+def test_codes_under_every_scale(
     kv_format: str, global_scale: float | None, dtype: torch.dtype, set_threads: Callable[[int], None]
 ) -> None:
-    """Groups with every scale there is, with all numbers in them that are not far below their largest.
+    """Groups with every scale there is (of 8 bits: with each fifth), and all numbers but those far below their largest.
 
     All twice, in one thread: the kernel finds out where codes begin once it has seen so many numbers.
     """
@@ -110,9 +111,10 @@ def test_four_bits_under_every_scale(
         tops = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * 6 * (global_scale or 1.0)
         tops = torch.stack((tops, tops * 1.03)).flatten()
     else:
-        tops = torch.tensor([1.0, 1.4, 1.6]) * 2.0 ** torch.arange(-126, 127)[:, None]
+        tops = torch.tensor([1.0, 1.4, 1.6, 1.8]) * 2.0 ** torch.arange(-126, 127, 5 if fmt.bits == 8 else 1)[:, None]
     limits = torch.finfo(dtype)
-    x = grouped(tops.flatten().clamp(limits.tiny, limits.max).to(dtype), fmt.group)
+    tops = tops.flatten().clamp(limits.tiny, limits.max).to(dtype).unique()
+    x = grouped(tops, fmt.group, octaves=18 if fmt.bits == 8 else 6)
     x = torch.cat((x, x))
     set_threads(1)
     with use("cpu"):
@@ -121,10 +123,10 @@ def test_four_bits_under_every_scale(
         assert torch.equal(raw(one), raw(wanted))
 
 
-def grouped(tops: Tensor, group: int) -> Tensor:
-    """Rows [n, 1, 128] in groups, each with one of these on top of some of the 2^-5 of it and more, both signs."""
+def grouped(tops: Tensor, group: int, octaves: int) -> Tensor:
+    """Rows [n, 1, 128] in groups, each with one of these on top of numbers down to 2^-octaves of it, of both signs."""
     octave = 1 << (10 if tops.dtype is torch.float16 else 7)
-    below = torch.arange(6 * octave // (group - 1) * (group - 1)).reshape(-1, group - 1)
+    below = torch.arange(octaves * octave // (group - 1) * (group - 1)).reshape(-1, group - 1)
     bits = tops.view(torch.int16).int()[:, None, None]
     members = (bits - below).clamp(min=0)
     both = torch.stack((members, members | 0x8000), 1).flatten(0, 2)
@@ -134,14 +136,15 @@ def grouped(tops: Tensor, group: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_four_bits_under_one_scale(dtype: torch.dtype) -> None:
-    """Every number under 32 scales for a whole tensor, ties with some of them."""
+@pytest.mark.parametrize("kv_format", ["fp4_e2m1:tensor", "fp8_e4m3", "fp8_e5m2:head"])
+def test_codes_under_one_scale(kv_format: str, dtype: torch.dtype) -> None:
+    """Every number under 32 scales for all tokens, ties with some of them."""
     x = rows("fp16" if dtype is torch.float16 else "bf16").repeat(2, 1, 1)
     scales = 2.0 ** torch.arange(-16, 16).float()
     scales[8:] *= 1 + torch.rand(24, generator=torch.Generator().manual_seed(3))
     scales[24:] = scales[24:].bfloat16().float()
-    for scale in scales:
-        assert_coded_alike(x, "fp4_e2m1:tensor", scale.reshape(1))
+    for scale in scales.reshape(-1, 1):
+        assert_coded_alike(x, kv_format, torch.cat((scale, scale * 1.7)) if kv_format.endswith("head") else scale)
 
 
 def assert_coded_alike(x: Tensor, kv_format: str, scale: Tensor) -> None:
