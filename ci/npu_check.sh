@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 TASK_QUEUE_ENABLE=0 OMP_NUM_THREADS=1
+export ASCEND_STUB_CANN=9.2.0 # of which CANN's own torch ops are documented for the 950
 
 version=2.13.0
 venv=build/npu stubs=build/npu-stubs

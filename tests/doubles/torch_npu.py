@@ -92,3 +92,22 @@ class TorchNpu(types.ModuleType):
             return result
 
         return call
+
+    def of_cann(self, name: str) -> Callable[..., Any]:
+        """In place of `kvbackend.backends.npu.cann_ops.op`: notes the call, by the package's name."""
+        full_name, packet = f"cann_ops_transformer.{name}", getattr(torch.ops.cann_ops_transformer, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.mutate is not None:
+                args, kwargs = self.mutate(full_name, args, kwargs)
+            self.calls.append((full_name, {}))
+            try:
+                result = packet(*args, **kwargs)
+            except RuntimeError as error:
+                if f"::{name}()" not in str(error):
+                    raise
+                raise SignatureError(str(error)) from error  # the dispatcher's
+            self.results.append(result)
+            return result
+
+        return call

@@ -118,18 +118,81 @@ def sparse_mla_attention(
 
 
 def lightning_indexer(
-    dtype=torch.bfloat16, device=HOST, num_heads=8, dim=128, block_size=16, k=5, weights_dtype=None, **other
+    dtype=torch.bfloat16, device=HOST, num_heads=8, dim=128, block_size=16, k=5, weights_dtype=None, compress_ratio=1,
+    batch=None, **other,
 ) -> Call:  # fmt: skip
     pool = IndexPool(device, dtype, num_blocks=8, block_size=block_size, heads=num_heads, dim=dim)
+    q_lens, seq_lens = ([2, 1], [19, 9]) if batch is None else ([1] * batch, [1] * batch)
     if device.type == "meta":
-        batch, _ = pool.batch([2, 1], [19, 9])
-        keys = torch.empty(8, block_size, dim, dtype=dtype, device=device)
-        call = dict(q=pool.randn(3, num_heads, dim), weights=pool.randn(3, num_heads), key_cache=keys, **batch)
+        pool.num_blocks = max(8, len(seq_lens))
+        described, _ = pool.batch(q_lens, seq_lens)
+        keys = torch.empty(pool.num_blocks, block_size, dim, dtype=dtype, device=device)
+        tokens = sum(q_lens)
+        call = dict(q=pool.randn(tokens, num_heads, dim), weights=pool.randn(tokens, num_heads), key_cache=keys)
+        call |= dict(described, compress_ratio=compress_ratio)
     else:
-        call = pool.call([2, 1], [19, 9])
+        call = pool.call(q_lens, seq_lens, compress_ratio)
     if weights_dtype is not None:
         call["weights"] = call["weights"].to(weights_dtype)
     return {**call, "k": k, **other}
+
+
+def shared_kv_attention(
+    dtype=torch.bfloat16, device=HOST, q_lens=(2, 1), seq_lens=(40, 150), num_heads=4, dim=512, window=128,
+    compress_ratio=4, topk=6, block_size=16, written=True, ring=0, has_entries=True, record="auto", **other,
+) -> Call:  # fmt: skip
+    """Entries of `topk` 0 are all read; `written` says that the ring holds the call's own rows."""
+    num_seqs, tokens, on_host = len(seq_lens), sum(q_lens), device.type != "meta"
+    newest = max(q_lens, default=1) if written else 0
+    blocks = -(-(ring or window - 1 + newest) // block_size)
+    rings = pool_of(dtype, device, block_size, num_seqs * blocks + 1)
+    order = rings.permutation(num_seqs * blocks).tolist()
+    tables = [order[i * blocks : (i + 1) * blocks] for i in range(num_seqs)]
+    counts = [length // compress_ratio for length in seq_lens]
+    entries = pool_of(dtype, device, block_size, sum(-(-count // block_size) for count in counts) + 1)
+    batch, lists = entries.batch(list(q_lens), counts)
+    block_table = batch.pop("block_table")
+    caches = [
+        torch.full((pool.num_blocks, block_size, dim), torch.nan, dtype=dtype, device=device)
+        for pool in (rings, entries)
+    ]
+    if on_host:
+        for table, new, length in zip(tables, q_lens, seq_lens, strict=True):
+            end = length if written else length - new
+            for position in range(max(end - blocks * block_size, 0), end):
+                place = position % (blocks * block_size)
+                caches[0][table[place // block_size], place % block_size] = rings.randn(dim)
+        entries.fill(caches[1], lists, counts)
+    if record != "auto":
+        caches = [_packed(cache, record) for cache in caches]
+        other |= dict(window_format=record, kv_format=record)
+    call = dict(
+        q=rings.randn(tokens, num_heads, dim), window_cache=caches[0],
+        window_table=rings.ints(tables).reshape(num_seqs, blocks), **batch | dict(seq_lens=rings.ints(list(seq_lens))),
+        softmax_scale=dim**-0.5, window=window, kv=None if written else rings.randn(tokens, dim),
+        sinks=torch.linspace(-1, 2, num_heads).to(device),
+    )  # fmt: skip
+    if has_entries:
+        call |= dict(compressed_cache=caches[1], block_table=block_table, compress_ratio=compress_ratio)
+    if has_entries and topk:  # in no order, with gaps, entries of the future and of nobody
+        chosen = []
+        for new, length in zip(q_lens, seq_lens, strict=True):
+            for position in range(length - new, length):
+                seen = entries.permutation(max(position + 1, 0) // compress_ratio).tolist()[: topk - 2]
+                chosen.append(([-1, *seen, position // compress_ratio + 1] + [-1] * topk)[:topk])
+        call["topk_indices"] = entries.ints(chosen).reshape(tokens, topk)
+    return {**call, **other}
+
+
+def _packed(rows: torch.Tensor, record: str) -> torch.Tensor:
+    """Pages of records of rows [nb, bs, D]; where a row is NaN, all bytes of its record are 255."""
+    num_blocks, block_size, _ = rows.shape
+    page_bytes = formats.record(record).page_bytes(block_size)
+    pages = torch.full((num_blocks, page_bytes), 255, dtype=torch.uint8, device=rows.device)
+    if rows.device.type != "meta":
+        slots = (~rows.flatten(0, 1)[:, 0].isnan()).nonzero()[:, 0]
+        _pages.write(pages, record, slots, rows.flatten(0, 1)[slots])
+    return pages
 
 
 def absorb_q(dtype=torch.bfloat16, device=HOST, num_heads=3, inputs=32, outputs=48, heads_by_inputs=None, **_) -> Call:
@@ -202,6 +265,16 @@ def of(op: str, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield "more than there are", call | dict(k=40)
         yield "equal scores", call | dict(q=torch.zeros_like(call["q"]))
         yield "rows past the batch", call | {name: torch.cat((call[name],) * 2) for name in ("q", "weights")}
+        for ratio in (2, 4, 128):
+            call = pool_call = make(dtype, num_heads=64, compress_ratio=ratio)
+            yield f"ratio {ratio}", call
+        yield "ratio 4, 7 heads, k of 4096", make(dtype, num_heads=7, compress_ratio=4, k=4096)
+        yield (
+            "ratio 4, rows past the batch",
+            pool_call | {name: torch.cat((pool_call[name],) * 2) for name in ("q", "weights")},
+        )
+    if op == "shared_kv_attention":
+        yield from _of_shared_kv(dtype)
     if op == "absorb_q":
         yield (
             "expanded queries",
@@ -215,6 +288,50 @@ def of(op: str, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield "empty parts", dict(outs=outs, lses=lses, sinks=None)
         yield "empty parts and sinks", dict(outs=outs, lses=lses, sinks=torch.tensor([0.5, -torch.inf]))
         yield "strided", call | dict(outs=call["outs"].transpose(1, 2).contiguous().transpose(1, 2))
+
+
+def _of_shared_kv(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    make = shared_kv_attention
+    mixed = dict(q_lens=(1, 5, 0, 2), seq_lens=(8, 321, 3, 132))
+    call = make(dtype, **mixed)
+    yield "mixed", call
+    yield "rows of the call apart", make(dtype, **mixed, written=False)
+    yield "decode", make(dtype, q_lens=(1, 1, 1), seq_lens=(5, 1, 290))
+    yield "decode, rows of the call apart", make(dtype, q_lens=(1, 1, 1), seq_lens=(5, 1, 290), written=False)
+    yield "window alone", make(dtype, **mixed, has_entries=False)
+    yield "window alone, rows of the call apart", make(dtype, **mixed, has_entries=False, written=False)
+    yield "a long ring", make(dtype, **mixed, ring=400)
+    yield "all entries", make(dtype, **mixed, compress_ratio=128, topk=0)
+    yield "all entries, rows of the call apart", make(dtype, **mixed, compress_ratio=128, topk=0, written=False)
+    yield "k of 700", make(dtype, topk=700)
+    yield "k of 0", call | dict(topk_indices=call["topk_indices"][:, :0])
+    yield "no sinks", call | dict(sinks=None)
+    yield "lse", make(dtype, **mixed, return_lse=True)
+    yield "lse, no sinks", make(dtype, **mixed, return_lse=True, sinks=None)
+    yield "rotated back", make(dtype, **mixed, cos_sin=cos_sin_table(400, 64, 1e4))
+    yield "empty sequence", make(dtype, q_lens=(0, 1, 0), seq_lens=(0, 4, 0))
+    yield "query of no cached token", make(dtype, q_lens=(1, 1), seq_lens=(0, 30))
+    yield "no tokens", make(dtype, q_lens=(0, 0), seq_lens=(3, 0))
+    yield "empty batch", make(dtype, q_lens=(), seq_lens=())
+    lost = call["block_table"].long()
+    lost[1, 0] = -1
+    yield "int64 tables, freed first block", call | dict(block_table=lost, window_table=call["window_table"].long())
+    gone = call["window_table"].clone()
+    gone[1, 1] = -1
+    yield "freed window block", call | dict(window_table=gone)
+    every = make(dtype, **mixed, compress_ratio=128, topk=0)
+    lost = every["block_table"].clone()
+    lost[1, 0] = -1
+    yield "all entries, freed first block", every | dict(block_table=lost)
+    names = ("q", "topk_indices")
+    yield "rows past the batch", call | {name: torch.cat((call[name], call[name][:2])) for name in names}
+    yield "strided queries", call | dict(q=torch.cat((call["q"],) * 2, -1)[..., :512])
+    yield "window of 5, ratio 2", make(dtype, **mixed, window=5, compress_ratio=2)
+    yield "window of 1, ratio 1", make(dtype, **mixed, window=1, compress_ratio=1, block_size=3)
+    for name in ("v4_fp8_608_ascend", "v4_fp8_584_ascend"):
+        yield name, make(dtype, **mixed, record=name)
+        yield f"{name}, all entries", make(dtype, **mixed, record=name, compress_ratio=128, topk=0)
+        yield f"{name}, window alone", make(dtype, **mixed, record=name, has_entries=False, kv_format="auto")
 
 
 def _without_first(table: torch.Tensor) -> torch.Tensor:

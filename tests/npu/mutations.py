@@ -8,19 +8,23 @@ from typing import Any
 
 import torch
 
-from kvbackend.backends.npu import fused_infer, host_lengths, rotary, sparse_mla_attention
+from kvbackend.backends.npu import fused_infer, host_lengths, rotary, shared_kv_attention, sparse_mla_attention
 
 Change = Callable[[list[Any], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class CallMutation:
-    """A call of torch_npu with one thing changed."""
+    """A call of a vendor op, or of each of several, with one thing changed."""
 
     name: str
     op: str
-    vendor: str
+    vendor: str | tuple[str, ...]
     change: Change
+
+    def is_of(self, vendor: str) -> bool:
+        """Whether it changes the calls of a vendor op."""
+        return vendor in (self.vendor if isinstance(self.vendor, tuple) else (self.vendor,))
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,19 @@ def lengths_of(running_sum: Any) -> Any:
     return running_sum.diff(prepend=running_sum.new_zeros(1))
 
 
+def _swap_pools(args: list[Any], kwargs: dict[str, Any]) -> None:
+    if "cmp_kv" in kwargs:
+        swap_named("ori_kv", "cmp_kv")(args, kwargs)
+        swap_named("ori_block_table", "cmp_block_table")(args, kwargs)
+
+
 SCATTER, FUSED, SPARSE = "npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score_v2", "npu_sparse_flash_attention"
 INDEXER, UPDATE, ROTARY = "npu_lightning_indexer", "npu_attention_update", "npu_rotary_mul"
 GATHER, MATMUL = "npu_gather_pa_kv_cache", "npu_transpose_batchmatmul"
 QUANT_SPARSE = "npu_kv_quant_sparse_flash_attention"
+SHARED, MIXED = "cann_ops_transformer.sparse_flash_mla", "cann_ops_transformer.mixed_quant_sparse_flash_mla"
+ENTRIES = "cann_ops_transformer.lightning_indexer"
+BOTH_SHARED, BOTH_MIXED, BOTH_ENTRIES = ((name, f"{name}_metadata") for name in (SHARED, MIXED, ENTRIES))
 
 MUTATIONS: list[CallMutation | StepMutation] = [
     CallMutation("key and value swapped", "reshape_and_cache", SCATTER, swap(0, 1)),
@@ -253,5 +266,111 @@ MUTATIONS: list[CallMutation | StepMutation] = [
         host_lengths,
         "Batch",
         lambda ends, lens, table, batch=host_lengths.Batch: batch(ends, lens[::-1], table),
+    ),
+    CallMutation(
+        "a window of one token more", "shared_kv_attention", BOTH_SHARED, edit("ori_win_left", lambda n: n + 1)
+    ),
+    CallMutation(
+        "window off by one in one of two calls", "shared_kv_attention", SHARED, edit("ori_win_left", lambda n: n + 1)
+    ),
+    CallMutation("no window", "shared_kv_attention", BOTH_SHARED, put(ori_win_left=-1)),
+    CallMutation("mask mode of the window dropped", "shared_kv_attention", BOTH_SHARED, drop("ori_mask_mode")),
+    CallMutation("mask mode of the entries dropped", "shared_kv_attention", BOTH_SHARED, drop("cmp_mask_mode")),
+    CallMutation("layout_kv PA_BNBD", "shared_kv_attention", BOTH_SHARED, put(layout_kv="PA_BNBD")),
+    CallMutation("layout_q dropped", "shared_kv_attention", BOTH_SHARED, drop("layout_q")),
+    CallMutation("cmp_ratio dropped: 1", "shared_kv_attention", BOTH_SHARED, drop("cmp_ratio")),
+    CallMutation(
+        "query lengths not a running sum",
+        "shared_kv_attention",
+        BOTH_SHARED,
+        edit("cu_seqlens_q", lambda sums: sums.diff(prepend=sums[:1])),
+    ),
+    CallMutation(
+        "kv lengths as a running sum",
+        "shared_kv_attention",
+        BOTH_SHARED,
+        edit("seqused_ori_kv", lambda lens: lens.cumsum(0).int()),
+    ),
+    CallMutation(
+        "lengths of rows and entries swapped",
+        "shared_kv_attention",
+        BOTH_SHARED,
+        lambda args, kwargs: (
+            "seqused_cmp_kv" in kwargs and swap_named("seqused_ori_kv", "seqused_cmp_kv")(args, kwargs)
+        ),
+    ),
+    CallMutation(
+        "residuals of 0",
+        "shared_kv_attention",
+        BOTH_SHARED,
+        lambda args, kwargs: (
+            "cmp_residual_kv" in kwargs and edit("cmp_residual_kv", lambda left: left * 0)(args, kwargs)
+        ),
+    ),
+    CallMutation(
+        "metadata of other lengths",
+        "shared_kv_attention",
+        BOTH_SHARED[1],
+        edit("seqused_ori_kv", lambda lens: lens + 1),
+    ),
+    CallMutation("metadata of one query each", "shared_kv_attention", BOTH_SHARED[1], put(max_seqlen_q=1)),
+    CallMutation("metadata without entries", "shared_kv_attention", BOTH_SHARED[1], put(has_cmp_kv=False)),
+    CallMutation("metadata dropped", "shared_kv_attention", SHARED, drop("metadata")),
+    CallMutation("two pools swapped", "shared_kv_attention", SHARED, _swap_pools),
+    CallMutation(
+        "table of one ring", "shared_kv_attention", SHARED, edit("ori_block_table", lambda table: table[:, :1])
+    ),
+    CallMutation(
+        "table from another block on",
+        "shared_kv_attention",
+        SHARED,
+        edit("ori_block_table", lambda table: table.roll(1, 1)),
+    ),
+    CallMutation("table as int64", "shared_kv_attention", SHARED, edit("ori_block_table", lambda table: table.long())),
+    CallMutation("scale dropped: 1.0", "shared_kv_attention", SHARED, drop("softmax_scale")),
+    CallMutation("sinks dropped", "shared_kv_attention", SHARED, drop("sinks")),
+    CallMutation("sinks of 0", "shared_kv_attention", SHARED, edit("sinks", lambda sinks: sinks * 0)),
+    CallMutation("lse not asked for", "shared_kv_attention", SHARED, put(return_softmax_lse=False)),
+    CallMutation(
+        "pages without a kv head", "shared_kv_attention", SHARED, edit("ori_kv", lambda pages: pages[:, :, 0])
+    ),
+    CallMutation(
+        "query passed by a name", "shared_kv_attention", SHARED, lambda args, kwargs: kwargs.update(query=args.pop())
+    ),
+    StepMutation(
+        "indices passed as they come",
+        "shared_kv_attention",
+        shared_kv_attention,
+        "packed",
+        lambda topk_indices, *_: topk_indices,
+    ),
+    StepMutation("no sinks as sinks of 0", "shared_kv_attention", shared_kv_attention, "NO_SINK", 0.0),
+    StepMutation("result not rotated back", "shared_kv_attention", rotary, "turn", lambda x, *_, **__: x),
+    CallMutation(
+        "the other quantization mode", "shared_kv_attention", BOTH_MIXED, edit("quant_mode", lambda mode: 3 - mode)
+    ),
+    CallMutation("records as int8", "shared_kv_attention", MIXED, edit("ori_kv", lambda pages: pages.view(torch.int8))),
+    CallMutation("rotary dims dropped", "shared_kv_attention", BOTH_MIXED[1], drop("rope_head_dim")),
+    CallMutation("cmp_ratio dropped: 1", "lightning_indexer", BOTH_ENTRIES, drop("cmp_ratio")),
+    CallMutation("mask_mode dropped: 0", "lightning_indexer", BOTH_ENTRIES, drop("mask_mode")),
+    CallMutation("residuals of 0", "lightning_indexer", BOTH_ENTRIES, edit("cmp_residual_k", lambda left: left * 0)),
+    CallMutation(
+        "one entry too few", "lightning_indexer", BOTH_ENTRIES, edit("seqused_k", lambda lens: (lens - 1).clamp(min=0))
+    ),
+    CallMutation(
+        "query lengths without the leading 0",
+        "lightning_indexer",
+        BOTH_ENTRIES,
+        edit("cu_seqlens_q", lambda sums: sums[1:]),
+    ),
+    CallMutation("keys of entries and weights swapped", "lightning_indexer", ENTRIES, swap(1, 2)),
+    CallMutation("weights in q's dtype", "lightning_indexer", ENTRIES, edit_at(2, lambda w: w.bfloat16())),
+    CallMutation("metadata of another k", "lightning_indexer", BOTH_ENTRIES[1], edit_at(3, lambda k: k + 1)),
+    CallMutation("block table dropped", "lightning_indexer", ENTRIES, drop("block_table")),
+    CallMutation(
+        "k passed by torch_npu's name",
+        "lightning_indexer",
+        ENTRIES,
+        lambda args, kwargs: kwargs.update(sparse_count=args.pop()),
     ),
 ]

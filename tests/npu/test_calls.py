@@ -13,9 +13,10 @@ from kvbackend.backends.npu import host_lengths, target, vendor_ops
 from kvbackend.backends.npu.target import A5, FAMILIES, snapshots
 from kvbackend.compat import rules, versions
 from kvbackend.ops import registry
-from tests.npu import cases, judge, vendor
+from tests.doubles import cann_ops_transformer
+from tests.npu import cann_vendor, cases, judge, vendor
 
-HALVES_ONLY = ("paged_attention", "mla_attention", "sparse_mla_attention", "lightning_indexer")
+HALVES_ONLY = ("paged_attention", "mla_attention", "sparse_mla_attention", "lightning_indexer", "shared_kv_attention")
 NEEDS_26 = ("reshape_and_cache", "concat_and_cache_mla", "gather_cache", "store_rows")
 TRAINS = list(snapshots()["wheels"])
 EVERY_OP = pytest.mark.parametrize("op", judge.CALLING)
@@ -51,13 +52,35 @@ def test_accepted_calls_equal_the_reference(op, dtype, family, become) -> None:
 @EVERY_OP
 def test_calls_fit_the_signatures_of_every_build_train(op, train, become) -> None:
     """950DT is not older than 26.1.0 in fact; here it stands for the product that takes most."""
-    become("950DT", train, "9.1.0")
+    become("950DT", train, "9.2.0")
     taken = 0
     for name, args in cases.every(op, torch.bfloat16):
         if not judge.reasons(op, args):
             taken += 1
             assert not judge.faults(op, args, judge.run(op, args)), name
     assert bool(taken) == (train >= "2026-04" or op not in NEEDS_26)
+
+
+@pytest.mark.parametrize("state", [0, cann_ops_transformer.NEWEST], ids=["9.1.0", "master"])
+@pytest.mark.parametrize("op", ["shared_kv_attention", "lightning_indexer"])
+def test_calls_rest_on_no_default_of_a_state_of_canns_package(op, state, become) -> None:
+    """The two states have other defaults for masks and windows."""
+    double = become("910_93", state=state)
+    for name, args in cases.every(op, torch.bfloat16):
+        if not judge.reasons(op, args):
+            assert not judge.faults(op, args, judge.run(op, args)), name
+    assert any(vendor_name.startswith("cann_ops_transformer.") for vendor_name, _ in double.calls)
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "shared_kv_attention"])
+def test_a_promise_spares_the_wait(op, become) -> None:
+    double = become("950PR")
+    double.npu.is_current_stream_capturing = lambda: True
+    call = getattr(cases, op)(q_lens=(2, 1), seq_lens=(140, 9))
+    with host_lengths.given([0, 2, 3], [140, 9]):
+        assert not judge.faults(op, call, judge.run(op, call))
+    with pytest.raises(UnsupportedError, match="was called while a graph is captured; "):  # nothing is given any more
+        judge.run(op, call)
 
 
 def test_every_op_has_an_adapter_or_says_why_not() -> None:
@@ -67,15 +90,10 @@ def test_every_op_has_an_adapter_or_says_why_not() -> None:
         assert re.search(r"\((schemas of the torch_npu wheels|op-plugin documentation) .*\)", words), words
 
 
-def test_lengths_that_are_given_are_not_read(become) -> None:
-    double = become("950PR")
-    double.npu.is_current_stream_capturing = lambda: True
+def test_lengths_of_another_batch(become) -> None:
+    become("950PR")
     call = cases.paged_attention(q_lens=(2, 1), seq_lens=(140, 9))
-    with host_lengths.given([0, 2, 3], [140, 9]):
-        assert not judge.faults("paged_attention", call, judge.run("paged_attention", call))
     with host_lengths.given([0, 3], [140]), pytest.raises(ArgumentError, match="given has 1 sequences and the call"):
-        judge.run("paged_attention", call)
-    with pytest.raises(UnsupportedError):  # nothing is given any more
         judge.run("paged_attention", call)
 
 
@@ -137,12 +155,16 @@ def test_lengths_for_the_host_are_refused_in_a_captured_graph(become) -> None:
 
 
 def test_the_vendor_model_knows_every_op_that_is_called() -> None:
-    assert {op.name.split(".")[0] for op in vendor_ops.ALL} == set(vendor.OPERATORS)
-    assert {op.name for op in vendor_ops.ALL} == set(snapshots()["schemas"])
+    of_cann = {op.name.partition(".")[2] for op in vendor_ops.ALL if op.of_cann}
+    with_metadata = of_cann | {f"{name}_metadata" for name in of_cann}
+    assert with_metadata == set(cann_vendor.OPERATORS) == set(snapshots()["cann_ops_transformer"])
+    of_torch_npu = {op.name for op in vendor_ops.ALL if not op.of_cann}
+    assert {name.split(".")[0] for name in of_torch_npu} == set(vendor.OPERATORS)
+    assert of_torch_npu == set(snapshots()["schemas"])
 
 
 def test_aclnn_operators_are_those_of_the_golden_logs() -> None:
     logs = (Path(__file__).parent / "device" / "logs").glob("*.txt")
     called = {name for log in logs for name in re.findall(r"\): (aclnn\w+)\(", log.read_text())}
     plain_torch = {"aclnnBatchMatMul"}
-    assert called - plain_torch == {name for op in vendor_ops.ALL for name in op.aclnn}
+    assert called - plain_torch == {name for op in vendor_ops.ALL if not op.of_cann for name in op.aclnn}

@@ -107,7 +107,57 @@ REFUSED_OPTIONS: list[tuple[str, str, Callable[[], cases.Call]]] = [
     ("sparse_mla_attention", "kv_format is 'v32_fp8_656'", lambda: cases.sparse_mla_attention(kv_format="v32_fp8_656")),
     ("lightning_indexer", "key_cache is strided", lambda: strided(cases.lightning_indexer(), "key_cache")),
     ("lightning_indexer", "order is 'score'", lambda: cases.lightning_indexer(order="score")),
-    ("lightning_indexer", "compress_ratio is 4", lambda: cases.lightning_indexer(compress_ratio=4)),
+    (
+        "lightning_indexer",
+        "cann_ops_transformer.lightning_indexer has nothing of the kind",
+        lambda: cases.lightning_indexer(compress_ratio=4, candidates=torch.zeros(3, 1).int()),
+    ),
+    (
+        "lightning_indexer",
+        "kv_format is 'index_fp8_132'",
+        lambda: (
+            cases.lightning_indexer(num_heads=32)
+            | dict(key_cache=torch.zeros(8, 132 * 16).byte(), kv_format="index_fp8_132", compress_ratio=4)
+        ),
+    ),
+    (
+        "shared_kv_attention",
+        "window_cache is strided",
+        lambda: strided(cases.shared_kv_attention(), "window_cache"),
+    ),
+    (
+        "shared_kv_attention",
+        "compressed_cache is strided",
+        lambda: strided(cases.shared_kv_attention(), "compressed_cache"),
+    ),
+    (
+        "shared_kv_attention",
+        "kv is given",
+        lambda: cases.shared_kv_attention(record="v4_fp8_608_ascend", written=False),
+    ),
+    (
+        "shared_kv_attention",
+        "pages hold v4_fp8_640_ascend",
+        lambda: cases.shared_kv_attention(record="v4_fp8_640_ascend"),
+    ),
+    (
+        "shared_kv_attention",
+        "pages hold v4_fp8_608_ascend and v4_fp8_584_ascend",
+        lambda: (
+            cases.shared_kv_attention(record="v4_fp8_608_ascend")
+            | dict(compressed_cache=torch.zeros(8, 584 * 16).byte(), kv_format="v4_fp8_584_ascend")
+        ),
+    ),
+    (
+        "store_rows",
+        "kv_format is 'v4_fp8_608_ascend'",
+        lambda: dict(
+            rows=torch.zeros(2, 512).bfloat16(),
+            cache=torch.zeros(2, 608 * 4).byte(),
+            slot_mapping=torch.tensor([0, 1]),
+            kv_format="v4_fp8_608_ascend",
+        ),
+    ),
     ("lightning_indexer", "candidates is given", lambda: cases.lightning_indexer(candidates=torch.zeros(3, 1).int())),
     ("lightning_indexer", "weights are torch.float16", lambda: cases.lightning_indexer(weights_dtype=torch.float16)),
     ("absorb_q", "w_uk is strided", lambda: strided(cases.absorb_q(), "w_uk")),

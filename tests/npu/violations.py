@@ -75,6 +75,33 @@ WALK: dict[tuple[str, str], list[tuple[str, Sizes]]] = {
     **{
         ("npu_attention_update", name): [("merge_attn_states", named(name))] for name in ("dtype", "parts", "value_dim")
     },
+    **{
+        ("cann_ops_transformer.lightning_indexer", name): [
+            ("lightning_indexer", lambda value, name=name: {"compress_ratio": 4, "num_heads": 64, name: value})
+        ]
+        for name in ("dtype", "dim", "num_heads", "block_size", "k", "batch")
+    },
+    ("cann_ops_transformer.lightning_indexer", "ratio"): [
+        ("lightning_indexer", lambda value: dict(num_heads=64, compress_ratio=value))
+    ],
+    **{
+        (f"cann_ops_transformer.{vendor}sparse_flash_mla", name): [
+            ("shared_kv_attention", lambda value, name=name, record=record: {"record": record, name: value})
+        ]
+        for vendor, record in (("", "auto"), ("mixed_quant_", "v4_fp8_608_ascend"))
+        for name in ("dtype", "dim", "num_heads", "block_size", "window", "topk")
+        if vendor == "" or name not in ("window", "topk")
+    },
+    **{
+        (f"cann_ops_transformer.{vendor}sparse_flash_mla", limit): [
+            (
+                "shared_kv_attention",
+                lambda value, topk=topk, record=record: dict(compress_ratio=value, topk=topk, record=record),
+            )
+        ]
+        for vendor, record in (("", "auto"), ("mixed_quant_", "v4_fp8_608_ascend"))
+        for limit, topk in (("ratio_chosen", 6), ("ratio_all", 0))
+    },
     ("npu_rms_norm", "dtype"): [("mla_project_kv", named("dtype"))],
     ("npu_rotary_mul", "rotary_dim"): [(op, named("rotary_dim")) for op in ("apply_rope", "mla_project_kv")],
 }

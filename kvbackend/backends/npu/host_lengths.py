@@ -89,3 +89,21 @@ def read(op_name: str, block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tens
     return Batch(
         [ends[i + 1] for i in with_queries], [kv_lens[i] for i in with_queries], block_table.int().contiguous()
     )
+
+
+def has_holes(op_name: str, holes: Tensor) -> bool:
+    """Whether a batch lacks a block where a query would look: `holes` [] bool of the device, unless lengths are given.
+
+    For vendor ops that take lengths as tensors, and have no answer to a block of -1.
+    """
+    import torch_npu
+
+    if _given.get():
+        return False
+    if torch_npu.npu.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{op_name} was called while a graph is captured; it waits for the device, to see whether a block is -1, "
+            f"which a graph cannot: promise with kvbackend.backends.npu.host_lengths.given that none is, or choose the "
+            f"reference with kvbackend.use('reference', ops={op_name!r})"
+        )
+    return bool(holes)  # waits for the device

@@ -13,7 +13,7 @@ from typing import Any
 from ...arrays import one_of
 from ...compat import versions
 from ..limits import Rule
-from . import target
+from . import cann_ops, target
 from .target import FAMILIES
 
 
@@ -29,9 +29,10 @@ class Limit:
 
 @dataclass(frozen=True)
 class VendorOp:
-    """One op of torch_npu as we call it.
+    """One op of torch_npu, or of CANN's own package, as we call it.
 
-    aclnn    what it runs, as the golden call logs of torch_npu 2.13.0 show
+    name     as its documentation has it; with a dot, the package and the op in it
+    aclnn    what it runs, as the golden call logs of torch_npu 2.13.0 show, or the wrappers of CANN's package
     cann     the lowest CANN that documents the op, by product; a product that is not there has no such op
     train    the first build train with the signature that we call, and why not an earlier one
     source   where the limits are documented
@@ -45,6 +46,11 @@ class VendorOp:
     train: str = "2026-01"
     train_why: str = ""
     note: str = ""
+
+    @property
+    def of_cann(self) -> bool:
+        """Whether it is CANN's own torch op, and not torch_npu's."""
+        return self.name.startswith(f"{cann_ops.PACKAGE}.")
 
     def is_here(self) -> bool:
         """Whether the current product has the op, and so limits of its own."""
@@ -70,6 +76,8 @@ class VendorOp:
                 f"CANN is {here.cann}; {self.name} on Ascend{here.family} needs {lowest} or newer ({self.source}): "
                 f"upgrade CANN"
             )
+        elif self.of_cann:
+            yield from cann_ops.missing(self.name.partition(".")[2], self.aclnn)
 
     def refuse(self, name: str, value: Any, got: str, todo: str) -> Iterator[str]:
         """The reason against a property's value, if there is one; `got` says in words what the value is of."""

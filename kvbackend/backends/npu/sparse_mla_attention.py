@@ -49,7 +49,9 @@ def run(
     if 0 in (q_nope.shape[0], *block_table.shape, ckv_cache.shape[0]):
         return torch.zeros_like(q_nope), no_lse
     rows = _pages.block_size_of(ckv_cache, kv_format, block_size)
-    indices = packed(topk_indices, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, rows, causal)
+    sequence, own = _math.query_positions(cu_seqlens_q, seq_lens, max_seqlen_q, topk_indices.shape[0])
+    last = own if causal else torch.where(own >= 0, seq_lens[sequence].long() - 1, -1)
+    indices = packed(topk_indices, last, sequence, block_table, rows)
     batch = dict(
         block_table=block_table.int().contiguous(),
         actual_seq_lengths_query=cu_seqlens_q[1:].contiguous(),  # running sum
@@ -74,10 +76,8 @@ def run(
     return out.masked_fill((indices[:, :1] < 0)[..., None], 0), no_lse  # a query of no token gives 0
 
 
-def packed(topk_indices, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, block_size, causal):
-    """Positions [T, topk] that exist and are seen, first in each row as the kernel wants them, then -1."""
-    sequence, own = _math.query_positions(cu_seqlens_q, seq_lens, max_seqlen_q, topk_indices.shape[0])
-    last = own if causal else torch.where(own >= 0, seq_lens[sequence].long() - 1, -1)
+def packed(topk_indices, last, sequence, block_table, block_size):
+    """Indices [T, topk] that exist and are at most a row's `last`, first in each row as kernels want them, then -1."""
     column = topk_indices // block_size
     exists = (topk_indices >= 0) & (topk_indices <= last[:, None]) & (column < block_table.shape[1])
     block = block_table[sequence].gather(1, column.masked_fill(~exists, 0).long())

@@ -1,9 +1,13 @@
-"""The torch_npu ops that this backend calls: on which products they exist and what they take. Data with sources.
+"""The vendor ops that this backend calls: on which products they exist and what they take. Data with sources.
 
 Products: 910B (A2), 910_93 (A3), 950PR and 950DT (A5). CANN versions pair with torch_npu's products 7.2.0 (8.3.RC1),
 7.3.0 (8.5.0), 26.0.0 (9.0.0) and 26.1.0 (9.1.0). Ascend 950DT is listed from CANN 9.1.0 on (TorchNPU 26.1.0 release
 notes). Snapshots read: op-plugin master 517f2e7d (2026-08-21), ops-transformer and ops-nn branches 8.5.0, 9.0.0, 9.1.0
 and master (2026-08-21), torch_npu wheels 2.9.0 to 2.14.0. Nothing here was observed on a device.
+
+The ops of cann_ops_transformer are documented twice: in branch 9.1.0, for A2 and A3 alone, and in master, which has 950
+too and calls itself 9.1.0 still. So 950 is taken to need the release after it, 9.2.0, and where the two differ on A2
+and A3 the limits here are what both allow.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..limits import Either, Steps, one
+from . import cann_ops
 from .limits import Limit, VendorOp
 from .target import A2_A3, A5
 
@@ -183,6 +188,68 @@ ROTARY_MUL = VendorOp(
     source=_OPS_TRANSFORMER.format("rotary_position_embedding README"),
     limits=(Limit("rotary_dim", Steps(2, 894)),),
     note="Called in float32, the dtype in which the op's products and sums are specified.",
+)
+
+_V4 = f"{cann_ops.PACKAGE}.{{}}, documented in ops-transformer 9.1.0 and master 57781440"
+
+SPARSE_FLASH_MLA = VendorOp(
+    f"{cann_ops.PACKAGE}.sparse_flash_mla",
+    aclnn=("aclnnSparseFlashMla", "aclnnSparseFlashMlaMetadata"),
+    cann=_cann("9.1.0", "9.2.0"),
+    source=_V4.format("sparse_flash_mla"),
+    limits=(
+        Limit("dtype", HALVES),
+        Limit("dim", one(512)),
+        Limit("num_heads", POWERS, A2_A3),
+        Limit("num_heads", Steps(1, 128), A5),
+        Limit("block_size", Steps(16, 1024), A2_A3),
+        Limit("block_size", Steps(1, 1024), A5),
+        Limit("window", one(128), A2_A3),
+        Limit("window", Steps(1, 2**31 - 1), A5, source="no limit found"),
+        Limit("ratio_chosen", one(4), A2_A3),
+        Limit("ratio_chosen", Steps(1, 128), A5),
+        Limit("ratio_all", one(128), A2_A3),
+        Limit("ratio_all", Steps(1, 128), A5),
+        Limit("topk", Steps(1, 1024), A2_A3),
+        Limit("topk", Steps(1, 2**31 - 1), A5, source="no limit found"),
+    ),
+    note="A2 and A3 take lists of 512 or 1024 indices, to which the adapter fills them up with -1. The documentation's "
+    "lse leaves the sinks out, that of the tests beside the op counts them.",
+)
+
+MIXED_QUANT_SPARSE_FLASH_MLA = VendorOp(
+    f"{cann_ops.PACKAGE}.mixed_quant_sparse_flash_mla",
+    aclnn=("aclnnMixedQuantSparseFlashMla", "aclnnMixedQuantSparseFlashMlaMetadata"),
+    cann={"950PR": "9.2.0", "950DT": "9.2.0"},
+    source=f"{cann_ops.PACKAGE}.mixed_quant_sparse_flash_mla, documented in ops-transformer master 57781440",
+    limits=(
+        Limit("dtype", one(torch.bfloat16)),
+        Limit("dim", one(512)),
+        Limit("num_heads", Steps(1, 128)),
+        Limit("block_size", Steps(1, 1024)),
+        Limit("ratio_chosen", Steps(1, 128)),
+        Limit("ratio_all", Steps(1, 128)),
+    ),
+)
+
+LIGHTNING_INDEXER_V2 = VendorOp(
+    f"{cann_ops.PACKAGE}.lightning_indexer",
+    aclnn=("aclnnLightningIndexerV2", "aclnnLightningIndexerV2Metadata"),
+    cann=_cann("9.1.0", "9.2.0"),
+    source=_V4.format("lightning_indexer"),
+    limits=(
+        Limit("dtype", HALVES),
+        Limit("dim", one(128)),
+        Limit("num_heads", one(64), A2_A3),
+        Limit("num_heads", Steps(1, 64), A5),
+        Limit("block_size", Steps(16, 1024)),
+        Limit("k", Steps(1, 2048), A2_A3),
+        Limit("k", Steps(1, 8192), A5),
+        Limit("ratio", one(1, 2, 4, 8, 16, 32, 64, 128), A2_A3),
+        Limit("ratio", Steps(1, 128), A5),
+        Limit("batch", Steps(1, 65535)),
+    ),
+    note="As for npu_lightning_indexer, which of equal scores it takes is not documented.",
 )
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, VendorOp))

@@ -26,6 +26,9 @@ ACLNN = (
     "aclnnScatterPaKvCache",
     "aclnnGatherPaKvCache",
     "aclnnAttentionUpdate",
+    "aclnnSparseFlashMla",
+    "aclnnMixedQuantSparseFlashMla",
+    "aclnnLightningIndexerV2",
 )
 LIBRARIES = (
     "libascendcl.so",

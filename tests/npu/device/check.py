@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ import torch
 
 import kvbackend
 from kvbackend import profile
-from kvbackend.backends.npu import target
+from kvbackend.backends.npu import cann_ops, target
 from kvbackend.matrix import Cell, copy_arguments, documents, flat_results
 from kvbackend.matrix import judge as matrix
 from kvbackend.ops import registry
+from tests.doubles import cann_ops_transformer
 from tests.npu import cases, judge
 from tests.npu.device import fractals, graphs, probes, times
 from tests.npu.device.moving import ON_HOST, moved
@@ -74,12 +76,14 @@ def main() -> int:
 
         torch.empty(1, device="npu:0")
         fake_aclnn.install()
+        sys.modules[cann_ops.PACKAGE] = cann_ops_transformer.module()
+        of_cann = cann_ops_transformer.define()  # noqa: F841  (the ops are there as long as it is)
     soc, here = torch_npu.npu.get_device_name(), target.current()
     print(f"{'FAKE ' if options.fake else ''}{soc}, CANN {here.cann}, torch_npu {torch_npu.__version__}", end=", ")
     print(f"torch {torch.__version__}, {platform.platform()}")
-    for name, exported in probes.operators():
-        if not exported:
-            print(f"this CANN does not have {name}")
+    for name, library in probes.operators():
+        if library not in cann_ops.OWN:
+            print(f"{name} is in {library}, which is not CANN's" if library else f"this CANN does not have {name}")
     if options.limits:
         answers = list(probes.limits())
         print(*(f"{call}: {refusal or 'TAKEN'}" for call, refusal in answers), sep="\n")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
+
+from kvbackend.backends.npu import cann_ops
+from tests.doubles import cann_ops_transformer
 
 collect_ignore_glob = [] if os.environ.get("ASCEND_STUB_SOC") else ["test_*.py"]
 
@@ -20,6 +24,13 @@ def fake_npu():
     torch.empty(1, device="npu:0")
     fake_aclnn.install()
     return fake_aclnn
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fake_package():
+    """CANN's package of torch ops, whose wrappers only CANN can compile: its schemas over our model."""
+    sys.modules[cann_ops.PACKAGE] = cann_ops_transformer.module()
+    return cann_ops_transformer.define()
 
 
 @pytest.fixture(autouse=True)

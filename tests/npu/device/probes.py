@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 
 import torch
 
-from kvbackend.backends.npu import target, vendor_ops
+from kvbackend.backends.npu import cann_ops, target, vendor_ops
 from kvbackend.errors import ArgumentError
 from kvbackend.ops import registry
 from tests.npu import cases, judge
@@ -15,13 +14,12 @@ from tests.npu.device.moving import moved
 from tests.npu.violations import TOO_LARGE_FOR_HOST, WALK, walk
 
 
-def operators() -> Iterator[tuple[str, bool]]:
-    """Each aclnn operator of the vendor ops that this product has, and whether CANN's library exports it."""
-    library = ctypes.CDLL("libopapi.so")
+def operators() -> Iterator[tuple[str, str | None]]:
+    """Each aclnn operator of the vendor ops that this product has, and the library that exports it, if any."""
     family = target.current().family
     for op in vendor_ops.ALL:
         for name in op.aclnn if family in op.cann else ():
-            yield name, hasattr(library, f"{name}GetWorkspaceSize")
+            yield name, cann_ops.exporting(name)
 
 
 def limits() -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvbackend
-from kvbackend.backends.npu import target
+from kvbackend.backends.npu import cann_ops, target
 from kvbackend.matrix import copy_arguments, flat_results
 from kvbackend.ops import registry
 from tests.npu import cases, judge
@@ -91,6 +91,14 @@ def test_compiles_on_npu_tensors(op, fake_npu) -> None:
         result = compiled(on_device)
     got = {key: value.cpu() for key, value in flat_results(registry[op], result, on_device).items()}
     assert not judge.faults(op, taken[0], got)
+
+
+def test_operators_of_canns_package_are_looked_up_in_its_libraries() -> None:
+    """As the package's wrappers do it; a name that no library exports is a reason before the call."""
+    assert cann_ops.exporting("aclnnSparseFlashMla") == "libopapi.so"
+    assert cann_ops.exporting("aclnnNobodyHasThis") is None
+    (reason,) = cann_ops.missing("sparse_flash_mla", ("aclnnNobodyHasThis", "aclnnSparseFlashMla"))
+    assert reason.startswith("aclnnNobodyHasThis is in none of libcust_opapi.so, libopapi_transformer.so, libopapi.so;")
 
 
 def test_a_limit_that_slips_through_is_an_error_of_the_operator(fake_npu) -> None:

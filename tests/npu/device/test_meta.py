@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvbackend.backends.npu import target
-from kvbackend.backends.npu.target import Target, snapshots
+from kvbackend.backends.npu import cann_ops, target
+from kvbackend.backends.npu.target import Found, Target, snapshots
 from tests.doubles.torch_npu import TorchNpu
 from tests.npu import cases, judge
 
@@ -22,12 +22,15 @@ def recorded(op: str) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """The calls of the adapter over the double, with their arguments and results."""
     double = TorchNpu("2026-10")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "current", lambda: Target("950DT", "2026-10", "9.1.0"))
+        patch.setattr(target, "current", lambda: Target("950DT", "2026-10", "9.2.0"))
+        patch.setattr(target, "found", lambda: Found(reasons=("a double is no machine",)))
         patch.setitem(sys.modules, "torch_npu", double)
+        patch.setattr(cann_ops, "op", double.of_cann)
         for _, args in cases.every(op, torch.bfloat16):
             if not judge.reasons(op, args):
                 judge.run(op, args)
-    return zip((name for name, _ in double.calls), (bound for _, bound in double.calls), double.results, strict=True)
+    noted = zip(double.calls, double.results, strict=True)
+    return ((name, bound, result) for (name, bound), result in noted if name.startswith("npu_"))
 
 
 def on(device: str, value: Any) -> Any:

@@ -17,6 +17,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvbackend.backends.npu import vendor_ops
+
 HERE = Path(__file__).parent
 SYSTEM = re.compile(r"(lib(c|m|pthread|dl|rt|gcc_s|stdc\+\+)\.so(\.\d+)?|ld-linux.*)")
 NOT_OURS = re.compile(r"_?Py|__gmon|_ITM_|__cxa_|_ZTH")
@@ -132,7 +134,9 @@ def build(out: Path) -> None:
         rb"(?<![A-Za-z0-9_])aclnn[A-Z][A-Za-z0-9]+(?![A-Za-z0-9_])", (torch_npu / "lib/libtorch_npu.so").read_bytes()
     )
     asked = sorted({name.decode() for name in names if name.endswith(b"GetMaxWorkspaceSize")})  # the answer is 0 bytes
-    operators = sorted({name.decode().removesuffix("GetWorkspaceSize") for name in names}.difference(asked))
+    of_package = {name for op in vendor_ops.ALL if op.of_cann for name in op.aclnn}  # torch_npu does not call these
+    own = {name.decode().removesuffix("GetWorkspaceSize") for name in names}
+    operators = sorted((own | of_package).difference(asked))
     (out / "operators.s").write_text(trampolines(operators) + assembly(asked))
     run(*CXX, "-fvisibility=hidden", "-c", HERE / "opapi.cpp", "-o", out / "opapi.o")
     share(
