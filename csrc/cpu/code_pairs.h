@@ -34,6 +34,17 @@ inline void split(const float* row, float* out, std::integer_sequence<int, Lane.
   store(out + kLanes, __builtin_shufflevector(first, second, (2 * Lane + 1)...));
 }
 
+// Two numbers, for each half of a vector one.
+KVBACKEND_INLINE Vec halves(const float* two) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_mask_broadcastss_ps(_mm512_set1_ps(two[0]), 0xff00, _mm_load_ss(two + 1));
+#else
+  Vec out = broadcast(two[0]);
+  for (int i = kLanes / 2; i < kLanes; ++i) out[i] = two[1];
+  return out;
+#endif
+}
+
 // The lower halves of `low`, the upper ones of `high`.
 KVBACKEND_INLINE HalfPair merge(BitVec low, BitVec high) {
 #if defined(__AVX512F__)

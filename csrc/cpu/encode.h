@@ -42,17 +42,6 @@ KVBACKEND_INLINE Vec scaled(Vec x, const Divisor& by_what) {
   return quotient(x, by_what.scale, by_what.inverse);
 }
 
-// Two numbers, for each half of a vector one.
-KVBACKEND_INLINE Vec halves(const float* two) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_mask_broadcastss_ps(_mm512_set1_ps(two[0]), 0xff00, _mm_load_ss(two + 1));
-#else
-  Vec out = broadcast(two[0]);
-  for (int i = kLanes / 2; i < kLanes; ++i) out[i] = two[1];
-  return out;
-#endif
-}
-
 // kPair numbers. Divisors stay in registers only where this is a part of its caller.
 template <By by, class T, class Code>
 KVBACKEND_INLINE void encode_pair(const T* x, const Divisor& evens, const Divisor& odds, Code* codes) {

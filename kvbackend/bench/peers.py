@@ -150,8 +150,12 @@ def compiled_pooling(ratio: int, overlap: bool) -> Peer:
 def compiled_codec(kv_format: str, role: str, *, encode: bool) -> Peer:
     """Coding in a format as torch.compile makes it of a few lines of torch."""
     fmt = formats.get(kv_format)
+    torch._dynamo.config.recompile_limit = 256  # else the ninth format would run as it is written
     if encode:
         to_codes = torch.compile(torch_codecs.encode, dynamic=False)
         return lambda call: to_codes(call["x"], fmt, role, call["global_scale"], call.get("scale"))
     to_rows = torch.compile(torch_codecs.decode, dynamic=False)
-    return lambda call: to_rows(call["codes"], call["scales"], fmt, role, call["global_scale"])
+    powers = fmt.scale_dtype == "float8_e8m0fnu"  # which torch.compile does not take
+    return lambda call: to_rows(
+        call["codes"], call["scales"].view(torch.uint8) if powers else call["scales"], fmt, role, call["global_scale"]
+    )

@@ -75,7 +75,7 @@ def _scales(amax: Tensor, fmt: KVFormat, global_scale: Tensor | None) -> Tensor:
 
 def _over(scales: Tensor, fmt: KVFormat) -> Tensor:
     """Stored scales as float32, shaped to be spread over what they cover."""
-    if scales.dtype is torch.float8_e8m0fnu:
+    if fmt.scale_dtype == "float8_e8m0fnu":
         scales = torch.exp2(scales.view(torch.uint8).float() - 127)
     return scales.float() if fmt.granularity in ("tensor", "channel") else scales.float().unsqueeze(-1)
 

@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     from ..ops import get, registry
 
     chosen = [get(name).name for name in args.ops] or sorted(registry)
-    if args.peers:
+    if args.peers and not {*chosen} <= {"quantize_kv", "dequantize_kv"}:  # beside torch alone
         peers.vllm()  # refused before anything is measured
     found = [*measured(cases(chosen, others=args.peers))]
     if not args.peers:
