@@ -145,7 +145,7 @@ class RowEncoder {
   // A row with scales of its own.
   void encode(const T* x, Code* codes) {
     bool plain = true;
-    with_span(span_, [&](auto span) {
+    const auto find = [&](auto span) {
       int64_t i = 0;
       if constexpr (!kMayHaveRest<decltype(span)> && sizeof(T) == sizeof(uint16_t)) {
         for (; i + kLanes <= count_; i += kLanes) plain &= find_short<span>(x + i * span, i);
@@ -159,7 +159,8 @@ class RowEncoder {
           scales_[i] = bits_as_float<T>(largest);
         }
       }
-    });
+    };
+    span_ == 64 ? find(std::integral_constant<int64_t, 64>{}) : with_span(span_, find);
     if (!plain) {
       clean(x, 1, 0);
       for (int64_t i = 0; i < count_; ++i) slow_limits(cleaned_.data() + i * span_, span_, 1, i);
