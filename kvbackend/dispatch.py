@@ -415,37 +415,51 @@ class Dispatcher:
     def resolve(self, args: Mapping[str, Any]) -> Callable[..., Any]:
         """A callable with the choice made; see Op.resolve."""
         notes: dict[Fact, None] = {}
-        backend, run = self.choose(args, notes)
+        backend, chosen = self.choose(args, notes)
+        run = self._wrap(backend, chosen)
         readers = [reader for reader in self._readers if reader is self.op._check]
+        refuses = False
         if backend != REFERENCE:
-            readers.append(backends.registered()[backend].adapter(self.op.name).unsupported)  # type: ignore[union-attr]
-        lines = key_source(self.op, notes, sorted(self._scalars(readers)))
-        names = ", ".join(self.op.parameters)
+            adapter = backends.registered()[backend].adapter(self.op.name)
+            readers.append(adapter.unsupported)  # type: ignore[union-attr]
+            refuses = getattr(adapter, "REFUSES", False) and run is chosen
+        scalars = sorted(self._scalars(readers))
+        names, parameters = ", ".join(self.op.parameters), _parameter_source(self.op)
         source = [
-            f"def _read_key({_parameter_source(self.op)}):",
-            *_indent(lines, 1),
+            f"def _read_key({parameters}):",
+            *_indent(key_source(self.op, notes, scalars), 1),
             "    return _key",
-            f"def {self.op.name}({_parameter_source(self.op)}):",
+            f"def _read_quickly({parameters}):",
+            *_indent(key_source(self.op, notes, scalars, places=not refuses), 1),
+            "    return _key",
+            f"def {self.op.name}({parameters}):",
             "    try:",
-            *_indent(lines, 2),
+            *_indent(key_source(self.op, notes, scalars, places=not refuses), 2),
             "    except ValueError:",
             "        _key = None",
             "    if _key != _expected:",
-            f"        _changed({names})",
-            *_indent(_run_source(names), 1),
+            f"        _explain({names})",
+            "    try:",
+            f"        return _run({names})",
+            "    except RuntimeError as error:",
+            "        _error = error",
+            f"    _explain({names})",
+            "    raise _translate(_error) from None",
         ]
 
-        def changed(*values: Any) -> None:
+        def explain(*values: Any) -> None:
+            """Raise if the call is wrong, or not one of those that the choice was made for."""
             now = dict(zip(self.op.parameters, values, strict=True))
-            self.op.validate(now)  # a wrong call says so itself
-            raise UnsupportedError(
-                f"this resolved {self.op.name} (backend {backend}) was made for other arguments: {_describe(now)}; "
-                f"it takes other batch, token and block counts, but the same dtypes, devices, head counts, layouts and "
-                f"options: call {self.op.name}.resolve(...) again"
-            )
+            self.op.validate(now)
+            if space["_read_key"](*values) != wanted:
+                raise UnsupportedError(
+                    f"this resolved {self.op.name} (backend {backend}) was made for other arguments: {_describe(now)}; "
+                    f"it takes other batch, token and block counts, but the same dtypes, devices, head counts, layouts "
+                    f"and options: call {self.op.name}.resolve(...) again"
+                )
 
-        space = self._compile(source, _run=self._wrap(backend, run), _changed=changed)
-        space["_expected"] = space["_read_key"](**args)
+        space = self._compile(source, _run=run, _explain=explain)
+        wanted, space["_expected"] = space["_read_key"](**args), space["_read_quickly"](**args)
         resolved: Callable[..., Any] = space[self.op.name]
         resolved.backend = backend  # type: ignore[attr-defined]
         resolved.__doc__ = f"{self.op.name} on backend {backend}; made by resolve()."

@@ -8,6 +8,7 @@ the op's declared dims and returns the noted facts as a tuple: equal tuples mean
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # (argument, expression): the expression's `{}` stands for the argument; a size is '{}_<dim>'
 Fact = tuple[str, str]
+_SIZE = re.compile(r"\{\}_\d+")
 
 
 class View:
@@ -181,19 +183,23 @@ def scalars_named(op: Op, function: Callable[..., Any]) -> set[str]:
     return {name for name in inspect.signature(function).parameters if name in op.parameters and name not in tensors}
 
 
-def key_source(op: Op, facts: Iterable[Fact], more: Iterable[str]) -> list[str]:
-    """Statements that set `_key` to the facts and to `more` expressions; ValueError where sizes do not fit."""
+def key_source(op: Op, facts: Iterable[Fact], more: Iterable[str], *, places: bool = True) -> list[str]:
+    """Statements that set `_key` to the facts and to `more` expressions; ValueError where sizes do not fit.
+
+    Without `places` sizes and devices are left to who is called: reading them takes most of the time.
+    """
     by_array: dict[str, list[str]] = {}
     for name, expression in facts:
-        by_array.setdefault(name, []).append(f"({expression.format(name)})")
+        if places or not _SIZE.fullmatch(expression):
+            by_array.setdefault(name, []).append(f"({expression.format(name)})")
     lines: list[str] = []
     parts: list[str] = []
     sizes: dict[str, tuple[str, Array]] = {}  # word -> the variable that holds it, and whose dim that is
     compare: list[str] = []
     for array in sorted(op.arrays, key=lambda array: array.optional):
-        unpack, relations = _size_source(array, sizes)
+        unpack, relations = _size_source(array, sizes) if places else ("pass", [])
         where = f"{array.name}.is_cpu or {array.name}.device"  # the first is a third of the second's time
-        facts_of = [f"{array.name}.dtype", where, *by_array.get(array.name, [])]
+        facts_of = [f"{array.name}.dtype", *([where] if places else []), *by_array.get(array.name, [])]
         if array.optional:
             lines += [f"if {array.name} is None: {array.name}_key = None", "else:"]
             lines += [f"    {line}" for line in (unpack, *relations, f"{array.name}_key = ({', '.join(facts_of)},)")]

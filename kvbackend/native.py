@@ -106,5 +106,6 @@ def missing(op: Op, device: str) -> Iterator[str]:
 
 def kernel(op: Op) -> Callable[..., Any]:
     """The op's native kernel; call it only where `missing` yields nothing."""
-    overload: Callable[..., Any] = getattr(getattr(torch.ops, NATIVE_NAMESPACE), op.name).default
-    return overload
+    overload = getattr(getattr(torch.ops, NATIVE_NAMESPACE), op.name).default
+    call: Callable[..., Any] = getattr(overload, "_op", overload)  # what it calls, without a Python frame of its own
+    return call

@@ -123,8 +123,8 @@ class Op:
     def resolve(self, **example: Any) -> Callable[..., Any]:
         """Choose once, for calls like this one, and return a callable without per-call choosing.
 
-        It takes the op's own arguments with other batch, token and block counts, re-checks the shapes against each
-        other, and raises UnsupportedError where something that the choice rested on has changed.
+        It takes the op's own arguments with other batch, token and block counts. Raises ArgumentError where shapes do
+        not fit each other, and UnsupportedError where something that the choice rested on has changed.
         """
         return self.dispatcher.resolve(self.bind((), example))
 

@@ -6,7 +6,7 @@
 namespace kvbackend {
 
 // Pages of one shape and dtype.
-inline void expect_equal_pages(const torch::stable::Tensor& source, const torch::stable::Tensor& target) {
+inline void expect_equal_pages(const Tensor& source, const Tensor& target) {
   KVBACKEND_CHECK(source.dim() > 0 && source.dim() == target.dim(), "source has ", source.dim(), " dims and target ",
                   target.dim(), "; both must have blocks and equal pages: reshape them");
   for (int64_t dim = 1; dim < source.dim(); ++dim) {

@@ -9,7 +9,7 @@ Tensor absorb_q(const Tensor& q_nope, const Tensor& w_uk) {
   const int64_t num_tokens = q_nope.size(0), num_heads = q_nope.size(1), rank = w_uk.size(2);
   expect_shape(w_uk, "w_uk", {num_heads, q_nope.size(2), rank});
   expect_dtype(w_uk, "w_uk", q_nope.scalar_type());
-  Tensor out = torch::stable::new_empty(q_nope, {num_tokens, num_heads, rank});
+  Tensor out = new_result(q_nope, {num_tokens, num_heads, rank});
   with_dtype(q_nope, "q_nope", [&](auto zero) {
     using T = decltype(zero);
     multiply_heads(q_nope, static_cast<const T*>(w_uk.const_data_ptr()), w_uk.stride(0), rank, w_uk.stride(2),

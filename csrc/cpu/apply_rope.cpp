@@ -28,7 +28,7 @@ Tensor apply_rope(const Tensor& x, const Tensor& positions, const Tensor& cos_si
   const int64_t first = trailing ? dim - rotary_dim : 0;
   const Ids position_of(positions, "positions");
   const int64_t x_token = x.stride(0), x_head = x.stride(1), x_dim = x.stride(2);
-  Tensor out = torch::stable::new_empty(x, {num_tokens, num_heads, dim});
+  Tensor out = new_result(x, {num_tokens, num_heads, dim});
 
   with_dtype(x, "x", [&](auto zero) {
     using T = decltype(zero);

@@ -14,9 +14,9 @@ template <class T>
 class Output {
  public:
   Output(const Tensor& q, int64_t heads, int64_t value_dim, std::vector<float> sinks, bool return_lse)
-      : out(torch::stable::new_empty(q, {q.size(0), heads, value_dim})),
-        lse(torch::stable::new_empty(q, return_lse ? std::vector<int64_t>{q.size(0), heads} : std::vector<int64_t>{0},
-                                     ScalarType::Float)),
+      : out(new_result(q, {q.size(0), heads, value_dim})),
+        lse(new_result(q, return_lse ? std::vector<int64_t>{q.size(0), heads} : std::vector<int64_t>{0},
+                       ScalarType::Float)),
         heads_(heads),
         value_dim_(value_dim),
         sinks_(std::move(sinks)),

@@ -43,29 +43,82 @@ class Prefetcher {
   int64_t bytes_[kMost + 4] = {};
 };
 
-// Floats of a thread's own, aligned to cache lines. Made when first wanted, since untouched memory costs nothing.
+// What a thread's buffers leave behind for its next call: memory that is new from the system is slow when first
+// touched. As much as one call of many rows needs; what came first goes first.
+class Spares {
+ public:
+  static Spares& of_thread() {
+    thread_local Spares spares;
+    return spares;
+  }
+
+  Spares() = default;
+  Spares(const Spares&) = delete;
+  ~Spares() {
+    for (const Spare& spare : spares_) std::free(spare.data);
+  }
+
+  // Memory of just that size, aligned to cache lines.
+  void* take(size_t bytes) {
+    for (size_t i = spares_.size(); i-- > 0;) {
+      if (spares_[i].bytes != bytes) continue;
+      void* data = spares_[i].data;
+      spares_.erase(spares_.begin() + static_cast<int64_t>(i));
+      kept_ -= bytes;
+      return data;
+    }
+    void* data = std::aligned_alloc(kLine, bytes);
+    if (!data) throw std::bad_alloc();
+    return data;
+  }
+
+  void keep(void* data, size_t bytes) {
+    spares_.push_back({data, bytes});
+    kept_ += bytes;
+    while (kept_ > kMost) {
+      std::free(spares_.front().data);
+      kept_ -= spares_.front().bytes;
+      spares_.erase(spares_.begin());
+    }
+  }
+
+ private:
+  struct Spare {
+    void* data;
+    size_t bytes;
+  };
+  static constexpr size_t kMost = 4 << 20;  // bytes
+  std::vector<Spare> spares_;
+  size_t kept_ = 0;
+};
+
+// Floats of a thread's own, aligned to cache lines. Made when first wanted.
 class Floats {
  public:
-  float* data() const { return data_.get(); }
-  operator float*() const { return data_.get(); }
+  Floats() = default;
+  Floats(const Floats&) = delete;
+  ~Floats() {
+    if (data_) Spares::of_thread().keep(data_, bytes_);
+  }
+
+  float* data() const { return data_; }
+  operator float*() const { return data_; }
 
   void want(int64_t size) {
     if (data_) return;
-    data_.reset(static_cast<float*>(std::aligned_alloc(kLine, round_up(size * sizeof(float) + 1, kLine))));
-    if (!data_) throw std::bad_alloc();
+    bytes_ = round_up(size * sizeof(float) + 1, kLine);
+    data_ = static_cast<float*>(Spares::of_thread().take(bytes_));
   }
 
   void want_zeros(int64_t size) {
     if (data_) return;
     want(size);
-    std::fill_n(data_.get(), size, 0.0f);
+    std::fill_n(data_, size, 0.0f);
   }
 
  private:
-  struct Free {
-    void operator()(float* data) const { std::free(data); }
-  };
-  std::unique_ptr<float[], Free> data_;
+  float* data_ = nullptr;
+  size_t bytes_ = 0;
 };
 
 // --------------------------------------------------------------------------------------------------------- the loops

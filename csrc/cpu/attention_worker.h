@@ -100,7 +100,8 @@ class Worker {
       bounds_.push_back(rule_.bound(position(task.first_query + i)));
       all_ = {std::max(all_.after, bounds_.back().after), std::min(all_.last, bounds_.back().last)};
     }
-    std::fill_n(queries_.data(), task.heads * width_ * dim_, 0.0f);
+    const bool whole = width_ == task.rows() && dim_ == source_.dim();
+    if (!tiled_ && !whole) std::fill_n(queries_.data(), task.heads * width_ * dim_, 0.0f);
     for (int64_t head = 0; head < task.heads; ++head) tiled_ ? start_tiled(head) : start_queries(head);
   }
 
@@ -156,11 +157,15 @@ class Worker {
   // Where keys go that are not read in place. What rounding up adds to their rows stays 0.
   void want_keys() {
     if (tiled_) {  // bf16, two in a float
-      tile_keys_.want_zeros(kMostKeys * dim_ / 2);
+      want_rows(tile_keys_, kMostKeys * dim_ / 2, source_.dim());
     } else if (!in_place_) {
-      key_rows_.want_zeros(kTile * dim_);
+      want_rows(key_rows_, kTile * dim_, source_.dim());
     }
     key_buffer_.offset = value_buffer_.offset = -1;
+  }
+
+  static void want_rows(Floats& rows, int64_t size, int64_t dim) {
+    dim % kPair ? rows.want_zeros(size) : rows.want(size);
   }
 
   // No value seen yet; and where values go that are not read in place.
@@ -168,9 +173,9 @@ class Worker {
     if (tiled_) {
       packed_values_.want(kMostKeys * value_dim_ / 2);
       packed_weights_.want(kMostKeys * kRows / 2);
-      if (!Source::kValuesAreKeys) tile_values_.want_zeros(kMostKeys * value_dim_ / 2);
+      if (!Source::kValuesAreKeys) want_rows(tile_values_, kMostKeys * value_dim_ / 2, source_.value_dim());
     } else if (!in_place_ && !Source::kValuesAreKeys) {
-      value_rows_.want_zeros(kTile * value_dim_);
+      want_rows(value_rows_, kTile * value_dim_, source_.value_dim());
     }
     std::fill_n(sums_.data(), task_->heads * width_ * value_dim_, 0.0f);
     std::fill_n(total_.data(), task_->heads * state_width(), 0.0f);
@@ -327,12 +332,16 @@ class Worker {
   void start_tiled(int64_t head) {
     static_assert(kRows <= kMostKeys);
     bf16* rows = as_bf16(tile_keys_);
-    std::memset(static_cast<void*>(rows), 0, width_ * dim_ * sizeof(bf16));
+    const auto clear = [&](int64_t first) {
+      std::memset(static_cast<void*>(rows + first * dim_), 0, (width_ - first) * dim_ * sizeof(bf16));
+    };
+    const bool rounded = dim_ > source_.dim();  // up: what that adds to queries and to keys is 0
+    clear(rounded ? 0 : task_->rows());
     for (int64_t row = 0; row < task_->rows(); ++row) {
       if constexpr (kTiles<T>) source_.load_query(token(row), query_head(head, row), rows + row * dim_);
     }
     pack_head(rows, width_, dim_, as_bf16(queries_ + head * width_ * dim_));
-    std::memset(static_cast<void*>(rows), 0, width_ * dim_ * sizeof(bf16));  // what rounding up adds to keys stays 0
+    if (rounded) clear(0);
     for (int64_t row = 0; row < width_; ++row) {
       const Bound& bound = bounds_[std::min(row, task_->rows() - 1) / task_->members];
       after_[row] = bound.after, last_[row] = bound.last;

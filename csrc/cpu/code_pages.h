@@ -119,6 +119,12 @@ void write_codes(const Tensor& x, CodePages pages, const Tensor& slot_mapping, i
   });
 }
 
+// Refuses scales that are not those of a cache in a format, or nullptr for "auto".
+inline void expect_side(const Tensor& cache, const char* name, const KVFormat* format, bool keys,
+                        const std::optional<Tensor>& scale, const std::optional<Tensor>& scale_cache) {
+  if (is_quantized(format)) CodePages(*format, keys, cache, name, scale, scale_cache);
+}
+
 // Rows in a format, or nullptr for "auto", to the slots of a cache.
 inline void write_side(const Tensor& rows, const Tensor& cache, const char* name, const KVFormat* format, bool keys,
                        const std::optional<Tensor>& scale, const std::optional<Tensor>& scale_cache,

@@ -245,9 +245,9 @@ std::tuple<Tensor, Tensor, Tensor> compress_kv(const Tensor& kv, const Tensor& n
   }
 
   const int64_t num_rows = std::min(num_tokens, num_tokens / compress_ratio + num_seqs);
-  Tensor rows = torch::stable::new_empty(kv, {num_rows, dim});
-  Tensor positions = torch::stable::new_empty(kv, {num_rows}, ScalarType::Long);
-  Tensor slots = torch::stable::new_empty(kv, {block_table ? num_rows : 0}, ScalarType::Long);
+  Tensor rows = new_result(kv, {num_rows, dim});
+  Tensor positions = new_result(kv, {num_rows}, ScalarType::Long);
+  Tensor slots = new_result(kv, {block_table ? num_rows : 0}, ScalarType::Long);
   int64_t* position_of = static_cast<int64_t*>(positions.mutable_data_ptr());
   int64_t* slot_of = static_cast<int64_t*>(slots.mutable_data_ptr());
   std::fill_n(position_of, num_rows, -1);

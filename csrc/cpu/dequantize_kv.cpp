@@ -131,7 +131,7 @@ Tensor dequantize_kv(const Tensor& codes, const Tensor& scales, const std::strin
   const ScalarType dtype = out_dtype == "fp32"   ? ScalarType::Float
                            : out_dtype == "bf16" ? ScalarType::BFloat16
                                                  : ScalarType::Half;
-  Tensor out = torch::stable::new_empty(codes, {num_tokens, heads, dim}, dtype);
+  Tensor out = new_result(codes, {num_tokens, heads, dim}, dtype);
   with_dtype(out, "out", [&](auto number) {
     using Out = decltype(number);
     Out* data = static_cast<Out*>(out.mutable_data_ptr());

@@ -128,7 +128,7 @@ Tensor gather_cache(const Tensor& cache, const Tensor& block_table, const Tensor
   std::vector<int64_t> shape{num_tokens};
   for (int64_t dim = 2; dim < cache.dim(); ++dim) shape.push_back(cache.size(dim));
   if (!is_quantized(format)) {
-    Tensor out = torch::stable::new_empty(cache, shape);
+    Tensor out = new_result(cache, shape);
     copy_rows(cache, ragged, out);
     return out;
   }
@@ -136,7 +136,7 @@ Tensor gather_cache(const Tensor& cache, const Tensor& block_table, const Tensor
                   " dims; one of codes has 3, or 4 with heads: reshape it");
   shape.back() *= format->per_byte();
   const KVFormat* wanted = format_pair(out_format).first;
-  Tensor out = torch::stable::new_empty(cache, shape, wanted ? wanted->storage : ScalarType::Float);
+  Tensor out = new_result(cache, shape, wanted ? wanted->storage : ScalarType::Float);
   const CodePages pages(*format, false, cache, "cache", scale, scale_cache);
   with_dtype(out, "out", [&](auto number) {
     with_codes(*format, [&](auto code) {

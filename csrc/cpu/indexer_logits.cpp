@@ -30,7 +30,7 @@ Tensor indexer_logits(const Tensor& q, const Tensor& weights, const Tensor& key_
   expect_indexer(call);
   const Pages pages = index_pages(call);
   const int64_t num_tokens = q.size(0), columns = pages.capacity();
-  Tensor out = torch::stable::new_empty(q, {num_tokens, columns}, ScalarType::Float);
+  Tensor out = new_result(q, {num_tokens, columns}, ScalarType::Float);
   float* data = static_cast<float*>(out.mutable_data_ptr());
   const IndexRows rows(call, pages);
   torch::stable::parallel_for(0, num_tokens, grain(columns * 4), [&](int64_t begin, int64_t end) {

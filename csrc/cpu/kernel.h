@@ -8,11 +8,6 @@
 // CPU has them (amx.h).
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -40,22 +35,22 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
   namespace kvbackend::avx512 {             \
   extern decltype(kvbackend::plain::op) op; \
   }
-#define KVBACKEND_IMPL(m, op)                                                                 \
-  kvbackend::isa() >= kvbackend::Isa::avx512 ? m.impl(#op, TORCH_BOX(&kvbackend::avx512::op)) \
-  : kvbackend::isa() == kvbackend::Isa::avx2 ? m.impl(#op, TORCH_BOX(&kvbackend::avx2::op))   \
-                                             : m.impl(#op, TORCH_BOX(&kvbackend::plain::op))
+#define KVBACKEND_IMPL(m, op)                                                                    \
+  kvbackend::isa() >= kvbackend::Isa::avx512 ? m.impl(#op, KVBACKEND_BOX(kvbackend::avx512::op)) \
+  : kvbackend::isa() == kvbackend::Isa::avx2 ? m.impl(#op, KVBACKEND_BOX(kvbackend::avx2::op))   \
+                                             : m.impl(#op, KVBACKEND_BOX(kvbackend::plain::op))
 #define KVBACKEND_DECLARE_BF16(op)          \
   namespace kvbackend::avx512_bf16 {        \
   extern decltype(kvbackend::plain::op) op; \
   }
-#define KVBACKEND_IMPL_BF16(m, op)                                                                      \
-  kvbackend::isa() >= kvbackend::Isa::avx512_bf16 ? m.impl(#op, TORCH_BOX(&kvbackend::avx512_bf16::op)) \
+#define KVBACKEND_IMPL_BF16(m, op)                                                                         \
+  kvbackend::isa() >= kvbackend::Isa::avx512_bf16 ? m.impl(#op, KVBACKEND_BOX(kvbackend::avx512_bf16::op)) \
                                                   : KVBACKEND_IMPL(m, op)
 #else
 #define KVBACKEND_DECLARE_VARIANTS(op)
 #define KVBACKEND_DECLARE_BF16(op)
 #define KVBACKEND_IMPL_BF16(m, op) KVBACKEND_IMPL(m, op)
-#define KVBACKEND_IMPL(m, op) m.impl(#op, TORCH_BOX(&kvbackend::plain::op))
+#define KVBACKEND_IMPL(m, op) m.impl(#op, KVBACKEND_BOX(kvbackend::plain::op))
 #endif
 
 #if defined(KVBACKEND_REGISTERS)
@@ -74,7 +69,6 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
 namespace kvbackend::KVBACKEND_ISA {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // --------------------------------------------------------------------------------------------------------- scalars
 
@@ -137,6 +131,25 @@ inline fp16 from_float<fp16>(float value) {  // round to nearest even; too large
     half = (bits + 0xc8000fff + ((bits >> 13) & 1)) >> 13;
   }
   return {static_cast<uint16_t>(half | sign >> 16)};
+}
+
+// Room for a result, in the dtype of `like` if none is named. Other than torch's new_empty it does not go through the
+// dispatcher, which takes three times as long.
+inline Tensor new_result(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                         std::optional<ScalarType> dtype = std::nullopt) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t dim = strides.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * std::max<int64_t>(1, sizes[dim]);
+  int32_t number;
+  if (dtype) {
+    number = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*dtype));
+  } else {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &number));
+  }
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                         strides.data(), number, aoti_torch_device_type_cpu(), 0,
+                                                         &made));
+  return torch::stable::Tensor(made);
 }
 
 // Call function(T{}) with the C++ type of a dtype.

@@ -14,7 +14,7 @@ Tensor lightning_indexer(const Tensor& q, const Tensor& weights, const Tensor& k
                   candidate_block_size, "; both must be at least 1: pass how many to select, and keys of a block");
   const Pages pages = index_pages(call);
   const IndexRows rows(call, pages);
-  Tensor out = torch::stable::new_empty(q, {q.size(0), k}, ScalarType::Int);
+  Tensor out = new_result(q, {q.size(0), k}, ScalarType::Int);
   int32_t* selected = static_cast<int32_t*>(out.mutable_data_ptr());
   const bool by_score = order == "score";
   if (!candidates) {

@@ -37,8 +37,8 @@ std::tuple<Tensor, Tensor> merge_attn_states(const Tensor& outs, const Tensor& l
     expect_shape(*sinks, "sinks", {num_heads});
     expect_dtype(*sinks, "sinks", ScalarType::Float);
   }
-  Tensor out = torch::stable::new_empty(outs, {num_tokens, num_heads, dim});
-  Tensor lse = torch::stable::new_empty(lses, {num_tokens, num_heads});
+  Tensor out = new_result(outs, {num_tokens, num_heads, dim});
+  Tensor lse = new_result(lses, {num_tokens, num_heads});
   float* merged_lses = static_cast<float*>(lse.mutable_data_ptr());
   const float* part_lses = static_cast<const float*>(lses.const_data_ptr());
   const float* sink = sinks ? static_cast<const float*>(sinks->const_data_ptr()) : nullptr;

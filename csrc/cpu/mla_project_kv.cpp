@@ -24,12 +24,13 @@ constexpr bool kRoundsSums = false;
 Tensor project(const Tensor& hidden, const Tensor& w_kva) {
   const int64_t few = hidden.scalar_type() == ScalarType::Float ? kFewTokensFloat32 : kFewTokens;
   if (hidden.size(0) > few) {
-    const auto factor = [](const Tensor& x) {
-      return kRoundsSums && x.scalar_type() == ScalarType::BFloat16 ? torch::stable::to(x, ScalarType::Float) : x;
+    const auto factor = [](const Tensor& x) -> Tensor {
+      if (kRoundsSums && x.scalar_type() == ScalarType::BFloat16) return torch::stable::to(x, ScalarType::Float);
+      return x;
     };
     return torch::stable::matmul(factor(hidden), torch::stable::transpose(factor(w_kva), 0, 1));
   }
-  Tensor out = torch::stable::new_empty(hidden, {hidden.size(0), w_kva.size(0)}, ScalarType::Float);
+  Tensor out = new_result(hidden, {hidden.size(0), w_kva.size(0)}, ScalarType::Float);
   with_dtype(hidden, "hidden", [&](auto zero) {
     using T = decltype(zero);
     multiply_heads(torch::stable::unsqueeze(hidden, 1), static_cast<const T*>(w_kva.const_data_ptr()), 0, w_kva.size(0),
@@ -66,8 +67,8 @@ std::tuple<Tensor, Tensor> mla_project_kv(const Tensor& hidden, const Tensor& w_
                   "only some of ckv_cache, kpe_cache and slot_mapping are given; they come together or not at all: "
                   "pass all three or none");
 
-  Tensor ckv = torch::stable::new_empty(hidden, {num_tokens, rank});
-  Tensor kpe = torch::stable::new_empty(hidden, {num_tokens, rope});
+  Tensor ckv = new_result(hidden, {num_tokens, rank});
+  Tensor kpe = new_result(hidden, {num_tokens, rope});
   std::optional<RowCopy> write_ckv, write_kpe;
   std::optional<Ids> slots;
   int64_t num_slots = 0, num_written = 0;

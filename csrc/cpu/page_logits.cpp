@@ -133,7 +133,7 @@ Tensor page_logits(const Tensor& q, const Tensor& low_cache, const Tensor& high_
   const Middle middle(page_size, num_sinks, num_recent);
   const Pages pages(block_table, low_cache.size(0), low_cache.size(1));
   const int64_t columns = pages.capacity();
-  Tensor out = torch::stable::new_empty(q, {num_tokens, kv_heads, columns}, ScalarType::Float);
+  Tensor out = new_result(q, {num_tokens, kv_heads, columns}, ScalarType::Float);
   float* scores = static_cast<float*>(out.mutable_data_ptr());
   std::fill_n(scores, num_tokens * kv_heads * columns, -kInfinity);
   const auto batch = read_batch(pages, seq_lens, cu_seqlens_q, max_seqlen_q, num_tokens, page_size);

@@ -9,7 +9,7 @@ Tensor project_out(const Tensor& latent, const Tensor& w_uv) {
   const int64_t num_tokens = latent.size(0), num_heads = latent.size(1), dim = w_uv.size(1);
   expect_shape(w_uv, "w_uv", {num_heads, dim, latent.size(2)});
   expect_dtype(w_uv, "w_uv", latent.scalar_type());
-  Tensor out = torch::stable::new_empty(latent, {num_tokens, num_heads, dim});
+  Tensor out = new_result(latent, {num_tokens, num_heads, dim});
   with_dtype(latent, "latent", [&](auto zero) {
     using T = decltype(zero);
     multiply_heads(latent, static_cast<const T*>(w_uv.const_data_ptr()), w_uv.stride(0), dim, w_uv.stride(1),

@@ -161,8 +161,8 @@ std::tuple<Tensor, Tensor> quantize_kv(const Tensor& x, const std::string& kv_fo
                   ": choose another group");
   const std::vector<int64_t> shape = scales_shape(format, keys, num_tokens, heads, dim);
   const float global = global_scale_of(format, global_scale, "global_scale");
-  Tensor codes = torch::stable::new_empty(x, {num_tokens, heads, dim / format.per_byte()}, format.storage);
-  Tensor scales = torch::stable::new_empty(x, shape, format.scale_dtype);
+  Tensor codes = new_result(x, {num_tokens, heads, dim / format.per_byte()}, format.storage);
+  Tensor scales = new_result(x, shape, format.scale_dtype);
   if (scale) {
     expect_scales(*scale, "scale", format, shape);
     torch::stable::copy_(scales, *scale);

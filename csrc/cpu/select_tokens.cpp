@@ -111,7 +111,7 @@ Tensor select_tokens(const Tensor& scores, const Tensor& seq_lens, int64_t budge
   rule.half = kernel / 2;
   rule.pooling = pooling == "avg" ? Pooling::avg : pooling == "max" ? Pooling::max : Pooling::none;
   rule.sinks = num_sinks;
-  Tensor out = torch::stable::new_empty(scores, {num_seqs, num_sets, budget}, ScalarType::Int);
+  Tensor out = new_result(scores, {num_seqs, num_sets, budget}, ScalarType::Int);
   int32_t* positions = static_cast<int32_t*>(out.mutable_data_ptr());
   with_dtype(scores, "scores", [&](auto zero) {
     const auto* data = static_cast<const decltype(zero)*>(scores.const_data_ptr());

@@ -293,7 +293,7 @@ std::tuple<Tensor, Tensor> shared_kv_attention(const Tensor& q, const Tensor& wi
     }
     if (rows.entries) most = std::min(most, block_table->size(1) * rows.entries->block_size);
     const int64_t width = longest + (topk_indices ? topk_indices->size(1) : most);
-    Tensor lists = torch::stable::new_empty(q, {num_tokens, width}, ScalarType::Long);
+    Tensor lists = new_result(q, {num_tokens, width}, ScalarType::Long);
     int64_t* ids = static_cast<int64_t*>(lists.mutable_data_ptr());
     std::vector<int64_t> counts(num_tokens);
 

@@ -124,20 +124,39 @@ inline void load_pair(const bf16* from, Vec& first, Vec& second) {
   second = (Vec)(bits & 0xffff0000);
 }
 
+// The even numbers of two vectors, then the odd ones; and back.
+template <int... Lane>
+inline void part_pair(Vec& first, Vec& second, std::integer_sequence<int, Lane...>) {
+  const Vec evens = __builtin_shufflevector(first, second, (2 * Lane)...);
+  second = __builtin_shufflevector(first, second, (2 * Lane + 1)...);
+  first = evens;
+}
+
+template <int... Lane>
+inline void join_pair(Vec& first, Vec& second, std::integer_sequence<int, Lane...>) {
+  const Vec low = __builtin_shufflevector(first, second, (Lane / 2 + Lane % 2 * kLanes)...);
+  second = __builtin_shufflevector(first, second, ((Lane + kLanes) / 2 + Lane % 2 * kLanes)...);
+  first = low;
+}
+
 // A row of numbers into the order in which load_pair delivers a row of T, and back. Sizes are multiples of kPair.
 template <class T>
 void to_pairs(const float* row, int64_t size, float* out) {
-  if (!kEvensFirst<T>) return std::copy_n(row, size, out), void();
-  for (int64_t base = 0; base < size; base += kPair) {
-    for (int64_t i = 0; i < kPair; ++i) out[base + i % 2 * kLanes + i / 2] = row[base + i];
+  for (int64_t i = 0; i < size; i += kPair) {
+    Vec first = load(row + i), second = load(row + i + kLanes);
+    if (kEvensFirst<T>) part_pair(first, second, std::make_integer_sequence<int, kLanes>{});
+    store(out + i, first);
+    store(out + i + kLanes, second);
   }
 }
 
 template <class T>
 void from_pairs(const float* row, int64_t size, float* out) {
-  if (!kEvensFirst<T>) return std::copy_n(row, size, out), void();
-  for (int64_t base = 0; base < size; base += kPair) {
-    for (int64_t i = 0; i < kPair; ++i) out[base + i] = row[base + i % 2 * kLanes + i / 2];
+  for (int64_t i = 0; i < size; i += kPair) {
+    Vec first = load(row + i), second = load(row + i + kLanes);
+    if (kEvensFirst<T>) join_pair(first, second, std::make_integer_sequence<int, kLanes>{});
+    store(out + i, first);
+    store(out + i + kLanes, second);
   }
 }
 

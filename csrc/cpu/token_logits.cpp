@@ -52,7 +52,7 @@ Tensor token_logits(const Tensor& q, const Tensor& key_cache, const Tensor& bloc
   expect_shape(pages, "pages", {num_tokens, kv_heads, pages.size(2)});
   const Middle middle(page_size, num_sinks, num_recent);
   const int64_t columns = pages.size(2) * page_size;
-  Tensor out = torch::stable::new_empty(q, {num_tokens, kv_heads, columns}, ScalarType::Float);
+  Tensor out = new_result(q, {num_tokens, kv_heads, columns}, ScalarType::Float);
   float* scores = static_cast<float*>(out.mutable_data_ptr());
   std::fill_n(scores, num_tokens * kv_heads * columns, -kInfinity);
   TokensOfPages tokens(pages, "pages", middle, block_table, key_cache.size(0), block_size);

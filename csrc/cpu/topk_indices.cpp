@@ -41,7 +41,7 @@ Tensor topk_indices(const Tensor& scores, int64_t k, const std::optional<Tensor>
   if (lengths) expect_shape(*lengths, "lengths", {rows});
   KVBACKEND_CHECK(k >= 1, "k is ", k, "; it must be at least 1: pass how many to select");
   const std::optional<Ids> sizes = lengths ? std::make_optional<Ids>(*lengths, "lengths") : std::nullopt;
-  Tensor out = torch::stable::new_empty(scores, {rows, k}, ScalarType::Int);
+  Tensor out = new_result(scores, {rows, k}, ScalarType::Int);
   int32_t* positions = static_cast<int32_t*>(out.mutable_data_ptr());
   with_dtype(scores, "scores", [&](auto zero) {
     using T = decltype(zero);

@@ -45,7 +45,7 @@ Tensor transcode(const Tensor& pages, const std::string& from_layout, const std:
   }
   const bool padded[2] = {kept[0] != target.plane_bytes[0], kept[1] != target.plane_bytes[1]};
   const int64_t filled = block_size * target.row_bytes(), page_stride = pages.stride(0);
-  Tensor out = torch::stable::new_empty(pages, {num_blocks, page_bytes});
+  Tensor out = new_result(pages, {num_blocks, page_bytes});
   const uint8_t* from = static_cast<const uint8_t*>(pages.const_data_ptr());
   uint8_t* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   torch::stable::parallel_for(0, num_blocks * block_size, grain(target.row_bytes()), [&](int64_t begin, int64_t end) {

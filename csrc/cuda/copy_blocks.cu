@@ -27,5 +27,5 @@ void copy_blocks(const Tensor& cache, const Tensor& block_mapping) {
 }  // namespace kvbackend::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CUDA, m) {
-  m.impl("copy_blocks", TORCH_BOX(&kvbackend::cuda::copy_blocks));
+  m.impl("copy_blocks", KVBACKEND_BOX(kvbackend::cuda::copy_blocks));
 }

@@ -17,7 +17,6 @@
 namespace kvbackend::cuda {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using torch::stable::accelerator::DeviceGuard;
 
 inline void expect_success(cudaError_t error, const char* what) {

@@ -95,5 +95,5 @@ void swap_blocks(const Tensor& source, const Tensor& target, const Tensor& block
 }  // namespace kvbackend::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CUDA, m) {
-  m.impl("swap_blocks", TORCH_BOX(&kvbackend::cuda::swap_blocks));
+  m.impl("swap_blocks", KVBACKEND_BOX(kvbackend::cuda::swap_blocks));
 }

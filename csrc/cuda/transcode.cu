@@ -46,4 +46,4 @@ Tensor transcode(const Tensor& pages, const std::string& from_layout, const std:
 
 }  // namespace kvbackend::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CUDA, m) { m.impl("transcode", TORCH_BOX(&kvbackend::cuda::transcode)); }
+STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CUDA, m) { m.impl("transcode", KVBACKEND_BOX(kvbackend::cuda::transcode)); }

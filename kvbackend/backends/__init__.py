@@ -7,6 +7,10 @@ module of the op's name:
     def unsupported(<the arguments it reads>, **_):  yields every reason why it cannot take this call
     def run(<the op's arguments>):                   does it
 
+    REFUSES = True                                   if `run` itself refuses, before it writes, every call whose sizes
+                                                     do not fit or whose tensors are on another device: a resolved
+                                                     callable leaves that to it then
+
 The module's existence is the registration. A package may say in `WITHOUT` (op -> words) why it has no module for an op,
 and in `EVIDENCE` how it is known that its adapters are right as long as no device has run them; `EVIDENCE_OF` (op ->
 words) where that differs. `kvbackend matrix merge` shows these words until a device's results are there.

@@ -12,8 +12,9 @@ import torch
 from .. import backends
 from ..dispatch import use
 from ..matrix import copy_arguments
-from ..native import kernel, missing
+from ..native import missing
 from ..ops import registry
+from ..spec import NATIVE_NAMESPACE
 from .timing import Result, interleaved, result_of
 
 
@@ -26,7 +27,7 @@ def dispatch_overhead(names: Iterable[str] = ("reshape_and_cache", "paged_attent
         if list(missing(op, "cpu")):
             continue
         values = tuple(op.bind((), args).values())
-        plain, resolved = kernel(op), op.resolve(**args)
+        plain, resolved = getattr(getattr(torch.ops, NATIVE_NAMESPACE), name).default, op.resolve(**args)
         candidates: dict[str, Callable[..., Any]] = {
             "plain torch.ops call": plain,
             "automatic": op,

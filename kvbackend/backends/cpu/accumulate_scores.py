@@ -4,6 +4,7 @@ from . import takes
 
 op = registry["accumulate_scores"]
 kernel = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(q, sinks, rope_cos_sin, **_):

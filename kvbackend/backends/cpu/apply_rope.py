@@ -4,6 +4,7 @@ from . import takes
 
 op = registry["apply_rope"]
 run = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(x, **_):

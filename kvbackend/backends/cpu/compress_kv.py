@@ -6,6 +6,7 @@ from . import takes
 
 op = registry["compress_kv"]
 run = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(kv, norm_weight, position_bias, state, **_):

@@ -4,6 +4,7 @@ from . import takes
 
 op = registry["concat_and_cache_mla"]
 kernel = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(ckv, **_):
@@ -12,4 +13,7 @@ def unsupported(ckv, **_):
 
 
 def run(ckv, kpe, ckv_cache, kpe_cache, slot_mapping, kv_format, k_scale, k_scale_cache):
+    if kv_format == "auto" and k_scale is k_scale_cache is None:  # what the schema has itself costs no time
+        kernel(ckv, kpe, ckv_cache, kpe_cache, slot_mapping)
+        return
     kernel(ckv, kpe, ckv_cache, kpe_cache, slot_mapping, kv_format, k_scale, takes.scale_bytes(k_scale_cache))

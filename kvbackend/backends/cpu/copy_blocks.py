@@ -3,6 +3,7 @@ from ...ops import registry
 
 op = registry["copy_blocks"]
 run = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(**_):

@@ -4,6 +4,7 @@ from . import takes
 
 op = registry["gather_cache"]
 kernel = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(cache, kv_format, out_format, **_):

@@ -4,6 +4,7 @@ from . import takes
 
 op = registry["merge_attn_states"]
 run = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(outs, **_):

@@ -4,6 +4,7 @@ from . import takes
 
 op = registry["page_logits"]
 run = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(q, **_):

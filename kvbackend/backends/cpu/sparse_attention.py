@@ -4,6 +4,7 @@ from . import takes
 
 op = registry["sparse_attention"]
 kernel = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(q, sinks, **_):

@@ -6,6 +6,7 @@ from . import takes
 
 op = registry["store_rows"]
 run = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(rows, cache, kv_format, **_):

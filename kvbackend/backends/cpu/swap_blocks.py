@@ -4,6 +4,7 @@ from . import takes
 
 op = registry["swap_blocks"]
 kernel = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(**_):

@@ -4,6 +4,7 @@ from . import takes
 
 op = registry["token_logits"]
 kernel = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(q, **_):

@@ -4,6 +4,7 @@ from . import takes
 
 op = registry["topk_indices"]
 run = native.kernel(op)
+REFUSES = True
 
 
 def unsupported(scores, **_):
