@@ -94,18 +94,25 @@ void tile_multiply() {
 }
 #endif
 
-// The same in vectors: sums[M][N], each of kSide columns, += M rows of A, `row_bytes` apart, times N tiles of B.
+// The same in vectors: sums[M][N], each of kSide columns, += M rows of A, `row_bytes` apart, times N tiles of B. A
+// row's place serves for some pairs: M of them do not fit in registers.
 template <int M, int N>
 [[gnu::always_inline]] inline void multiply(Vec (&sums)[M][N], const bf16* a, int64_t row_bytes,
                                             const bf16* const (&b)[N]) {
-  for (int64_t pair = 0; pair < kSide; ++pair) {
-    __m512bh columns[N];
-    for (int n = 0; n < N; ++n) columns[n] = (__m512bh)_mm512_loadu_si512(b[n] + pair * kDepth);
+  constexpr int kPairs = 4 / N;
+  for (int64_t pair = 0; pair < kSide; pair += kPairs) {
+    __m512bh columns[kPairs][N];
+    for (int p = 0; p < kPairs; ++p) {
+      for (int n = 0; n < N; ++n) columns[p][n] = (__m512bh)_mm512_loadu_si512(b[n] + (pair + p) * kDepth);
+    }
     for (int m = 0; m < M; ++m) {
-      int32_t two;
-      std::memcpy(&two, reinterpret_cast<const char*>(a + 2 * pair) + m * row_bytes, sizeof two);
-      for (int n = 0; n < N; ++n)
-        sums[m][n] = (Vec)_mm512_dpbf16_ps((__m512)sums[m][n], (__m512bh)_mm512_set1_epi32(two), columns[n]);
+      const char* row = reinterpret_cast<const char*>(a + 2 * pair) + m * row_bytes;
+      for (int p = 0; p < kPairs; ++p) {
+        int32_t two;
+        std::memcpy(&two, row + p * sizeof two, sizeof two);
+        for (int n = 0; n < N; ++n)
+          sums[m][n] = (Vec)_mm512_dpbf16_ps((__m512)sums[m][n], (__m512bh)_mm512_set1_epi32(two), columns[p][n]);
+      }
     }
   }
 }

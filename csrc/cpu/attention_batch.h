@@ -91,7 +91,7 @@ struct Keys {
   int64_t count = 0;
   int64_t lowest, highest;                                                           // position
   int64_t index[kMostKeys], block[kMostKeys], slot[kMostKeys], position[kMostKeys];  // index within the sequence
-  int64_t key[kMostKeys], value[kMostKeys];  // offsets of their rows, at kv head 0; the source's own
+  int64_t key[kMostKeys] = {}, value[kMostKeys] = {};  // offsets of their rows, at kv head 0; the source's own
 
   // Whether `size` keys from n on lie side by side in a block.
   bool follow(int64_t n, int64_t size) const {

@@ -10,37 +10,60 @@
 
 namespace kvbackend::KVBACKEND_ISA {
 
-// Rows wanted next, fetched a few cache lines at a time while others are worked on. One line of each of four rows a
-// step: a core needs several streams in flight to get its share of the memory's bandwidth.
+// Rows wanted next, fetched four cache lines at a time while others are worked on. A core drops requests while too many
+// wait, so loops that wait for memory make each four times; for a line that is there it costs an instruction.
 class Prefetcher {
  public:
-  void clear() { count_ = next_ = line_ = total_ = 0, pace_ = 1; }
-
-  void add(const void* row, int64_t bytes) {
-    rows_[count_] = static_cast<const char*>(row);
-    bytes_[count_++] = bytes;
-    total_ += bytes;
+  // Rows of another list follow. What is left of the last one is given up.
+  void clear() {
+    std::copy_n(pieces_ + count_ - kBefore, kBefore, pieces_);
+    next_ = count_ = kBefore;
+    pace_ = 1;
   }
 
-  // All of it in that many steps.
-  void finish_within(int64_t steps) { pace_ = total_ / (4 * kLine * steps) + 1; }
+  void add(const void* row, int64_t bytes) {
+    const int64_t none = 0;
+    add(row, &none, 1, bytes);
+  }
 
+  // `count` rows at these offsets. Beyond what the list holds rows are so long that a core follows them by itself.
+  void add(const void* rows, const int64_t* offsets, int64_t count, int64_t bytes) {
+    for (int64_t n = 0, all = (bytes + kPiece - 1) / kPiece; all > 1 && n < count; ++n) {
+      for (int64_t i = 0; i < all && count_ < kMost; ++i)
+        pieces_[count_++] = static_cast<const char*>(rows) + offsets[n] + i * kPiece;
+    }
+    if (bytes > kPiece) return;
+    count = std::min(count, kMost - count_);
+    for (int64_t n = 0; n < count; ++n) pieces_[count_ + n] = static_cast<const char*>(rows) + offsets[n];
+    count_ += count;
+  }
+
+  // All of the list in that many steps.
+  void finish_within(int64_t steps) { pace_ = (count_ - next_) / steps + 1; }
+
+  template <int kTimes = 4>
   void step() {
-    for (int64_t turn = 0; turn < pace_ && next_ < count_; ++turn) {
-      for (int64_t i = next_; i < next_ + 4; ++i) __builtin_prefetch(rows_[i] + line_, 0, 2);
-      line_ += kLine;
-      if (line_ >= bytes_[next_]) {
-        line_ = 0;
-        next_ += 4;
+    for (int64_t turn = 0; turn < pace_ && next_ < count_; ++turn, ++next_) {
+#pragma GCC unroll 4
+      for (int time = 0; time < kTimes; ++time) {
+        const char* piece = pieces_[next_ - time * kLag];
+#pragma GCC unroll 4
+        for (int64_t line = 0; line < kPiece; line += kLine) __builtin_prefetch(piece + line, 0, 2);
       }
     }
   }
 
  private:
-  static constexpr int64_t kMost = 2 * kMostKeys;
-  int64_t count_ = 0, next_ = 0, line_ = 0, total_ = 0, pace_ = 1;
-  const char* rows_[kMost + 4] = {};  // the last group of four may be short: then old rows fill it
-  int64_t bytes_[kMost + 4] = {};
+  static constexpr int64_t kPiece = 4 * kLine, kLag = 32, kBefore = 3 * kLag;
+  static constexpr int64_t kMost = kBefore + 8 * kMostKeys;
+  const char* pieces_[kMost] = {};  // the last ones of the list before this one come first
+  int64_t next_ = kBefore, count_ = kBefore, pace_ = 1;
+};
+
+// For loops that multiply more than they read.
+struct FetchOnce {
+  Prefetcher& rows;
+  void step() { rows.step<1>(); }
 };
 
 // What a thread's buffers leave behind for its next call: memory that is new from the system is slow when first
@@ -165,11 +188,36 @@ inline void load_scaled(const E* codes, int64_t d, const float* scales, int shif
   }
 }
 
+// kPair numbers of a key times those of rows, in floats. Queries are in the order of load_pair.
+template <bool kGrouped, class E>
+struct InFloats {
+  using Query = float;
+  struct Numbers {
+    Vec first, second;
+  };
+  const Groups& groups;
+
+  Numbers numbers(const E* const* keys, int64_t n, int64_t d) const {
+    Numbers found;
+    if constexpr (kGrouped) {
+      load_scaled(keys[n], d, groups.of(n), groups.shift, found.first, found.second);
+    } else {
+      load_pair(keys[n] + d / kPerByte<E>, found.first, found.second);
+    }
+    return found;
+  }
+
+  static Vec add(Vec sum, const Numbers& key, const float* query) {
+    sum += key.first * load(query);
+    return sum + key.second * load(query + kLanes);
+  }
+};
+
 // Few rows: lanes run over dims. R rows x kAccumulators / R keys in registers; a key is read once for R rows. The
 // queries [R, dim] stay in L1. `keys` may be read up to the next multiple of kAccumulators / R.
-template <int R, bool kGrouped, class E>
-void score_few(const float* queries, int64_t dim, const E* const* keys, const Groups& groups, int64_t count,
-               float* scores, int64_t width, Prefetcher& ahead) {
+template <int R, class Products, class E>
+void score_few(const Products& products, const typename Products::Query* queries, int64_t dim, const E* const* keys,
+               int64_t count, float* scores, int64_t width, Prefetcher& ahead) {
   constexpr int kKeys = kAccumulators / R;
   for (int64_t n = 0; n < count; n += kKeys) {
     Vec sum[kAccumulators] = {};
@@ -177,17 +225,9 @@ void score_few(const float* queries, int64_t dim, const E* const* keys, const Gr
       ahead.step();
 #pragma GCC unroll 16
       for (int k = 0; k < kKeys; ++k) {
-        Vec first, second;
-        if constexpr (kGrouped) {
-          load_scaled(keys[n + k], d, groups.of(n + k), groups.shift, first, second);
-        } else {
-          load_pair(keys[n + k] + d / kPerByte<E>, first, second);
-        }
+        const auto key = products.numbers(keys, n + k, d);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          sum[k * R + r] += first * load(queries + r * dim + d);
-          sum[k * R + r] += second * load(queries + r * dim + d + kLanes);
-        }
+        for (int r = 0; r < R; ++r) sum[k * R + r] = products.add(sum[k * R + r], key, queries + r * dim + d);
       }
     }
 #pragma GCC unroll 4
@@ -281,22 +321,26 @@ void weigh(const float* weights, int64_t width, const E* const* values, const Gr
   }
 }
 
-// weigh, for all rows and dims. Dims in the outer loop: their part of the values stays in L1 for all rows.
-template <int R, bool kGrouped, class E>
-void weigh_all(const float* weights, int64_t width, const E* const* values, const Groups& groups, int64_t count,
-               int64_t rows, int64_t dims, const float* decay, float* out, Prefetcher& ahead) {
+// function(vectors, row, d) for all rows and dims, R rows x `vectors` at a time. Dims in the outer loop: their part of
+// the values stays in L1 for all rows.
+template <int R, class F>
+void each_block(int64_t rows, int64_t dims, F&& function) {
   constexpr int kVectors = std::max(2, kAccumulators / R);
   int64_t d = 0;
   for (; d + kVectors * kLanes <= dims; d += kVectors * kLanes) {
-    for (int64_t row = 0; row < rows; row += R)
-      weigh<R, kVectors, kGrouped>(weights + row, width, values, groups, count, d, decay + row, out + row * dims + d,
-                                   dims, ahead);
+    for (int64_t row = 0; row < rows; row += R) function(std::integral_constant<int, kVectors>{}, row, d);
   }
   for (; d < dims; d += kPair) {
-    for (int64_t row = 0; row < rows; row += R)
-      weigh<R, 2, kGrouped>(weights + row, width, values, groups, count, d, decay + row, out + row * dims + d, dims,
-                            ahead);
+    for (int64_t row = 0; row < rows; row += R) function(std::integral_constant<int, 2>{}, row, d);
   }
+}
+
+// function(R): so many rows at a time fit a tile of this width.
+template <class F>
+void with_rows_at_once(int64_t width, F&& function) {
+  if (width >= 4) return function(std::integral_constant<int, 4>{});
+  if (width == 2) return function(std::integral_constant<int, 2>{});
+  function(std::integral_constant<int, 1>{});
 }
 
 // rows [count, width] of a tile, each times its key's factor.

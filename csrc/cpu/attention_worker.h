@@ -30,6 +30,7 @@
 
 #include "cached_rows.h"
 #if defined(__AVX512BF16__)
+#include "attention_pairs.h"
 #include "attention_tiles.h"
 #endif
 
@@ -73,7 +74,7 @@ class Worker {
     begin(task, sequence);
     start_sums();
     // Not where sums alone are wanted: who divides by them makes the scores again, and they shall be the same.
-    scales_later_ = tiled_ && value_dim_ > 0 && rule_.scale > 0 && rule_.softcap == 0;
+    scales_later_ = unscaled() && value_dim_ > 0 && rule_.scale > 0 && rule_.softcap == 0;
     walk([&](const Keys& keys, int64_t head) {
       strips([&](float* scores, int64_t width, int64_t first) {
         const int64_t row = head * state_width() + first;
@@ -92,6 +93,7 @@ class Worker {
     width_ = width_of(task.rows());
     tiled_ = kTiles<T> && source_.stored() && width_ >= kSide;
     in_place_ = source_.in_place() && width_ < kLanes;
+    paired_ = kTiles<T> && in_place_ && !source_.keys().grouped() && (value_dim_ == 0 || !source_.values().grouped());
     scales_later_ = false;
     want_keys();
     bounds_.clear();
@@ -124,7 +126,7 @@ class Worker {
         ahead_.clear();
         const bool last = head + 1 == task.heads;
         source_.prefetch(last ? next : keys, task.first_head + (last ? 0 : head + 1), ahead_);
-        if (tiled_) ahead_.finish_within(steps_of(keys.count));
+        if (tiled_ || in_place_) ahead_.finish_within(tiled_ ? steps_of(keys.count) : few_steps_of(keys.count));
         score(keys, head);
         adjust(keys, head);
         function(keys, head);
@@ -182,10 +184,14 @@ class Worker {
     std::fill_n(peak_.data(), task_->heads * state_width(), -kInfinity);
   }
 
-  // Queries of one kv head into the order that the loops want, scaled.
+  // Queries of one kv head into the order that the loops want, scaled but for pairs.
   void start_queries(int64_t head) {
     float* queries = queries_ + head * width_ * dim_;
-    for (int64_t row = 0; row < task_->rows(); ++row) {
+    if constexpr (kTiles<T>) {
+      for (int64_t row = 0; paired_ && row < task_->rows(); ++row)
+        source_.load_query(token(row), query_head(head, row), reinterpret_cast<T*>(queries) + row * dim_);
+    }
+    for (int64_t row = 0; !paired_ && row < task_->rows(); ++row) {
       source_.load_query(token(row), query_head(head, row), row_.data());
       for (int64_t d = 0; d < source_.dim(); ++d) row_[d] *= rule_.scale;
       std::fill(row_ + source_.dim(), row_ + dim_, 0.0f);
@@ -222,9 +228,22 @@ class Worker {
       keys.highest = std::max(keys.highest, keys.position[n]);
       source_.locate(keys, n);
     });
+    if (keys.count == 0) return;
+    std::fill(keys.key + keys.count, std::end(keys.key), keys.key[keys.count - 1]);  // whole groups of keys are read
+    std::fill(keys.value + keys.count, std::end(keys.value), keys.value[keys.count - 1]);
   }
 
-  // Scores of a tile of keys and one kv head, neither scaled in tiles nor masked.
+  // Queries are as they were given.
+  bool unscaled() const { return tiled_ || paired_; }
+
+  // What the loops over rows in place take.
+  int64_t few_steps_of(int64_t count) const {
+    const int64_t rows = std::min<int64_t>(width_, 4), keys = kAccumulators / rows;
+    const int64_t columns = (value_dim_ + keys * kLanes - 1) / (keys * kLanes);
+    return (width_ / rows) * ((count + keys - 1) / keys * (dim_ / kPair) + columns * ((count + 1) / 2));
+  }
+
+  // Scores of a tile of keys and one kv head, scaled where queries are, and not masked.
   void score(const Keys& keys, int64_t head) {
     if (tiled_) return score_tiled(keys, head);
     if (in_place_) {
@@ -246,11 +265,21 @@ class Worker {
   template <bool kGrouped, class E>
   void score_few_rows(const Keys& keys, int64_t head, const E* const* key, const Groups& groups) {
     const float* queries = queries_ + head * width_ * dim_;
-    const auto score_rows = width_ >= 4   ? score_few<4, kGrouped, E>
-                            : width_ == 2 ? score_few<2, kGrouped, E>
-                                          : score_few<1, kGrouped, E>;
-    for (int64_t row = 0; row < width_; row += 4)
-      score_rows(queries + row * dim_, dim_, key, groups, keys.count, scores_ + row, width_, ahead_);
+#if defined(__AVX512BF16__)
+    if constexpr (kTiles<T> && !kGrouped) {
+      if (paired_) return score_rows(InHalves<E>{}, as_bf16(queries_ + head * width_ * dim_), key, keys.count);
+    }
+#endif
+    score_rows(InFloats<kGrouped, E>{groups}, queries, key, keys.count);
+  }
+
+  template <class Products, class E>
+  void score_rows(const Products& products, const typename Products::Query* queries, const E* const* key,
+                  int64_t count) {
+    with_rows_at_once(width_, [&](auto r) {
+      for (int64_t row = 0; row < width_; row += r)
+        score_few<r>(products, queries + row * dim_, dim_, key, count, scores_ + row, width_, ahead_);
+    });
   }
 
   // The scores have become weights: the values of a tile and one kv head, weighed, are added to the sums.
@@ -274,14 +303,28 @@ class Worker {
 
   template <bool kGrouped, class E>
   void weigh_rows(const Keys& keys, int64_t head, const E* const* value, const Groups& groups) {
-    const auto weigh_some = width_ >= 4   ? weigh_all<4, kGrouped, E>
-                            : width_ == 2 ? weigh_all<2, kGrouped, E>
-                                          : weigh_all<1, kGrouped, E>;
-    weigh_some(scores_, width_, value, groups, keys.count, task_->rows(), value_dim_, decay_,
-               sums_ + head * width_ * value_dim_, ahead_);
+    float* sums = sums_ + head * width_ * value_dim_;
+    with_rows_at_once(width_, [&](auto r) {
+#if defined(__AVX512BF16__)
+      if constexpr (kTiles<T> && !kGrouped) {
+        if (paired_) {
+          alignas(kLine) uint32_t pairs[kTile * kLanes / 4];
+          pair_weights(scores_, keys.count, width_, pairs);
+          return each_block<r>(task_->rows(), value_dim_, [&](auto v, int64_t row, int64_t d) {
+            weigh_pairs<r, v>(pairs + row, width_, value, keys.count, d, decay_ + row, sums + row * value_dim_ + d,
+                              value_dim_, ahead_);
+          });
+        }
+      }
+#endif
+      each_block<r>(task_->rows(), value_dim_, [&](auto v, int64_t row, int64_t d) {
+        kvbackend::KVBACKEND_ISA::weigh<r, v, kGrouped>(scores_ + row, width_, value, groups, keys.count, d,
+                                                        decay_ + row, sums + row * value_dim_ + d, value_dim_, ahead_);
+      });
+    });
   }
 
-  // function(rows, grouped, groups): a tile's rows where they lie, the last repeated, and the scales of their groups.
+  // function(rows, grouped, groups): a tile's rows where they lie, and the scales of their groups.
   template <class F>
   void with_rows(const CachedRows<T>& rows, const Keys& keys, const int64_t* offsets, int64_t head, Floats& scales,
                  F&& function) {
@@ -290,8 +333,8 @@ class Worker {
       using E = decltype(zero);
       if constexpr (!std::is_same_v<E, uint4x2>) {  // KIVI's codes are not read in place
         const E* row[kTile];
-        for (int64_t n = 0; n < kTile; ++n)
-          row[n] = reinterpret_cast<const E*>(rows.row(offsets[std::min(n, keys.count - 1)], head));
+        const char* first = rows.row(0, head);
+        for (int64_t n = 0; n < kTile; ++n) row[n] = reinterpret_cast<const E*>(first + offsets[n]);
         if constexpr (kMayHaveGroups<E>) {
           if (rows.grouped()) {
             const Groups groups = load_groups(rows, keys, head, scales);
@@ -402,8 +445,9 @@ class Worker {
   void score_tiled(const Keys& keys, int64_t head) {
     find_keys(keys, head, tiles_);
     const bf16* queries = as_bf16(queries_ + head * width_ * dim_);
+    FetchOnce ahead{ahead_};
     const auto score = [&](int first, int last, float* to) {
-      score_head(tiles_, first, last, keys.count, queries, width_, dim_, to, ahead_);
+      score_head(tiles_, first, last, keys.count, queries, width_, dim_, to, ahead);
     };
     if (tiles_.parts == 1 || !source_.keys().has_factor()) {
       score(0, tiles_.parts, scores_);
@@ -438,8 +482,9 @@ class Worker {
     });
     const bf16* rows[kMostKeys];
     find_values(keys, head, rows);
-    pack_values(rows, value_dim_, keys.count, values, ahead_);
-    weigh_head(weights, width_, values, keys.count, value_dim_, sums, ahead_);
+    FetchOnce ahead{ahead_};
+    pack_values(rows, value_dim_, keys.count, values, ahead);
+    weigh_head(weights, width_, values, keys.count, value_dim_, sums, ahead);
   }
 
   void find_values(const Keys& keys, int64_t head, const bf16** rows) {
@@ -466,6 +511,8 @@ class Worker {
     unpack_sums(sums + row / kSide * kSide * value_dim_ + row % kSide * kSide, value_dim_, row_);
   }
 
+  void read_pairs(const float* sums) { unpair_sums(sums, value_dim_, row_); }
+
   // -inf where a row does not attend to a key.
   void mask_strips(const Keys& keys) {
     strips([&](float* scores, int64_t, int64_t first) {
@@ -489,6 +536,7 @@ class Worker {
   void score_tiled(const Keys&, int64_t) {}
   void weigh_tiled(const Keys&, int64_t) {}
   void read_tiles(const float*, int64_t) {}
+  void read_pairs(const float*) {}
   void mask_strips(const Keys&) {}
 #endif
 
@@ -496,7 +544,7 @@ class Worker {
   void adjust(const Keys& keys, int64_t head) {
     strips([&](float* scores, int64_t width, int64_t) {
       const int64_t size = keys.count * width;
-      if (tiled_ && !scales_later_) {
+      if (unscaled() && !scales_later_) {
         for (int64_t i = 0; i < size; i += kLanes) store(scores + i, rule_.scale * load(scores + i));
       }
       if (rule_.softcap > 0) {
@@ -536,6 +584,7 @@ class Worker {
   void read_sums(int64_t head, int64_t row) {
     const float* sums = sums_ + head * width_ * value_dim_;
     if (tiled_) return read_tiles(sums, row);
+    if (paired_) return read_pairs(sums + row * value_dim_);
     const bool evens_first = in_place_ && value_dim_ && source_.values().evens_first();
     const auto arrange = evens_first ? from_pairs<bf16> : from_pairs<float>;
     arrange(sums + row * value_dim_, value_dim_, row_);
@@ -565,7 +614,8 @@ class Worker {
   const Sequence* sequence_ = nullptr;
   int64_t width_ = 0;
   bool in_place_ = false, tiled_ = false;
-  bool scales_later_ = false;  // scores of tiles are multiplied with the scale as they become weights
+  bool paired_ = false;        // in place, in products of bfloat16
+  bool scales_later_ = false;  // scores are multiplied with the scale as they become weights
 };
 
 }  // namespace kvbackend::KVBACKEND_ISA

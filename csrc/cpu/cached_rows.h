@@ -116,8 +116,8 @@ class CachedRows {
   int64_t slot_bytes() const { return slot_; }
   const char* row(int64_t offset, int64_t head) const { return data_ + offset + head * head_; }
 
-  void prefetch(int64_t offset, int64_t head, Prefetcher& ahead) const {
-    ahead.add(row(offset, head), size_ * element_ / (format_ ? format_->per_byte() : 1));
+  void prefetch(const int64_t* offsets, int64_t count, int64_t head, Prefetcher& ahead) const {
+    ahead.add(row(0, head), offsets, count, size_ * element_ / (format_ ? format_->per_byte() : 1));
   }
 
   // What a row's numbers are to be multiplied with beyond what an exact load and with_rows make of them: nothing, the

@@ -226,8 +226,8 @@ alignas(64) inline constexpr uint16_t kRareE4M3[32] = {
     0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60, 0, 0, 0, 0, 0, 0, 0, 0,
     0, 0,      0,      0,      0,      0,      0,      0,      0, 0, 0, 0, 0, 0, 0, 0x7fc0};
 
-// kPair codes, even ones first, as the 16-bit halves of floats. A normal number's exponent and fraction are moved.
-inline void load_pair(const e4m3* from, Vec& first, Vec& second) {
+// kPair codes as bfloat16. A normal number's exponent and fraction are moved.
+inline BitVec load_halves(const e4m3* from) {
   const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   const __m512i codes = _mm512_maskz_cvtepi8_epi16(~0u, bytes);  // the sign fills the upper half
   const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
@@ -236,9 +236,13 @@ inline void load_pair(const e4m3* from, Vec& first, Vec& second) {
   const __mmask32 rare = _mm512_cmplt_epi16_mask(after, _mm512_set1_epi16(9));
   const __m512i table = _mm512_load_si512(kRareE4M3);
   const __m512i found = _mm512_mask_permutexvar_epi16(normal, rare, magnitude, table);
-  const BitVec value = (BitVec)found | ((BitVec)codes & 0x80008000);
-  first = (Vec)(value << 16);
-  second = (Vec)(value & 0xffff0000);
+  return (BitVec)found | ((BitVec)codes & 0x80008000);
+}
+
+inline void load_pair(const e4m3* from, Vec& first, Vec& second) {
+  const BitVec halves = load_halves(from);
+  first = (Vec)(halves << 16);
+  second = (Vec)(halves & 0xffff0000);
 }
 #endif
 

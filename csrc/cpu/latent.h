@@ -73,8 +73,8 @@ class LatentSource {
   }
 
   void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
-    for (int64_t n = 0; n < keys.count; ++n) ckv_.prefetch(keys.key[n], 0, ahead);
-    for (int64_t n = 0; n < keys.count; ++n) kpe_.prefetch(keys.value[n], 0, ahead);
+    ckv_.prefetch(keys.key, keys.count, 0, ahead);
+    kpe_.prefetch(keys.value, keys.count, 0, ahead);
   }
 
   bool bias(const Keys&, int64_t, float*) const { return false; }

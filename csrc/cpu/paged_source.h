@@ -97,8 +97,8 @@ class PagedSource {
   StoredRows<T> part(const Keys& keys, int) const { return {&keys_, keys.key}; }
 
   void prefetch(const Keys& keys, int64_t head, Prefetcher& ahead) const {
-    for (int64_t n = 0; n < keys.count; ++n) keys_.prefetch(keys.key[n], head, ahead);
-    for (int64_t n = 0; values_ && n < keys.count; ++n) values_->prefetch(keys.value[n], head, ahead);
+    keys_.prefetch(keys.key, keys.count, head, ahead);
+    if (values_) values_->prefetch(keys.value, keys.count, head, ahead);
   }
 
   bool bias(const Keys& keys, int64_t head, float* out) const {

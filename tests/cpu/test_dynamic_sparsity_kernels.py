@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvbackend import native
-from kvbackend.matrix import DTYPES, run_cell
+from kvbackend.matrix import DTYPES, TOLERANCES, difference, run_cell
 from kvbackend.ops import registry
 
 from .common import assert_equal, assert_isa, check_batch_mates, check_threads, run_on_isa
@@ -147,7 +147,7 @@ def test_any_strides(name: str, dtype: torch.dtype) -> None:
             strided[key] = torch.stack((last_first, last_first), -1)[..., 0]
     assert not strided["block_table"].is_contiguous()
     for got, want in zip(kernel(name, **strided), kernel(name, **args), strict=True):
-        torch.testing.assert_close(got, want)  # rows read in place are added up in another order
+        assert difference(got, want) <= TOLERANCES[want.dtype]  # rows read in place are added up in another way
 
 
 @EVERY

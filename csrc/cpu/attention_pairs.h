@@ -1,0 +1,102 @@
+// Attention of few rows in products of bfloat16: the loops of attention_loops.h with half as many instructions, as
+// vdpbf16ps multiplies and adds two numbers a lane. Numbers: scores and sums in float, weights rounded to bfloat16.
+#pragma once
+
+#include "amx.h"
+#include "attention_loops.h"
+
+namespace kvbackend::KVBACKEND_ISA {
+
+// kPair numbers as bfloat16, in their order. Exact: no code has more than 8 bits of mantissa.
+inline BitVec load_halves(const bf16* from) {
+  BitVec halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return halves;
+}
+
+inline BitVec load_halves(const e2m1x2* from) {
+  alignas(64) static constexpr uint16_t kValues[32] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                                       0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+  const BitVec code = load_bytes(from);
+  const BitVec each = (code | code << 12) & 0x000f000f;
+  return (BitVec)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)each, _mm512_load_si512(kValues));
+}
+
+template <class Code>
+inline BitVec load_halves(const Code* from) {
+  return (BitVec)_mm512_cvtne2ps_pbh((__m512)load(from + kLanes), (__m512)load(from));
+}
+
+inline Vec add_products(Vec sum, BitVec a, BitVec b) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+// For score_few: queries in the order of dims, not scaled.
+template <class E>
+struct InHalves {
+  using Query = bf16;
+
+  BitVec numbers(const E* const* keys, int64_t n, int64_t d) const { return load_halves(keys[n] + d / kPerByte<E>); }
+  static Vec add(Vec sum, BitVec key, const bf16* query) { return add_products(sum, key, load_halves(query)); }
+};
+
+// Weights [count, width] as pairs of keys [count / 2, width]. What an odd count lacks is 0 in `weights`, which may be
+// read up to a multiple of kPair.
+inline void pair_weights(const float* weights, int64_t count, int64_t width, uint32_t* out) {
+  uint16_t order[kPair];  // those of two keys take turns; the width is a power of two
+  for (int64_t i = 0; i < kPair; ++i)
+    order[i] = static_cast<uint16_t>((i & ~(2 * width - 1)) + i % 2 * width + (i & (2 * width - 1)) / 2);
+  const __m512i turns = _mm512_loadu_si512(order);
+  for (int64_t i = 0; i < count * width; i += kPair) {
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)load(weights + i + kLanes), (__m512)load(weights + i));
+    _mm512_storeu_si512(out + i / 2, _mm512_maskz_permutexvar_epi16(~0u, turns, halves));
+  }
+}
+
+// As weigh: two values at once, R rows x V vectors of sums. The unpacking leaves the sums of each 32 dims in an order
+// of its own, which unpair_sums undoes.
+template <int R, int V, class E>
+void weigh_pairs(const uint32_t* weights, int64_t width, const E* const* values, int64_t count, int64_t dim,
+                 const float* decay, float* out, int64_t out_row, Prefetcher& ahead) {
+  Vec sum[R][V];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sum[r][v] = decay[r] * load(out + r * out_row + v * kLanes);
+  }
+  for (int64_t n = 0; n < count; n += 2) {
+    ahead.step();
+    BitVec numbers[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v += 2) {
+      const int64_t d = (dim + v * kLanes) / kPerByte<E>;
+      const __m512i a = (__m512i)load_halves(values[n] + d);
+      const __m512i b = n + 1 < count ? (__m512i)load_halves(values[n + 1] + d) : __m512i{};
+      numbers[v] = (BitVec)_mm512_maskz_unpacklo_epi16(~0u, a, b);
+      numbers[v + 1] = (BitVec)_mm512_maskz_unpackhi_epi16(~0u, a, b);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const BitVec weight = weights[n / 2 * width + r] - BitVec{};
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) sum[r][v] = add_products(sum[r][v], weight, numbers[v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) store(out + r * out_row + v * kLanes, sum[r][v]);
+  }
+}
+
+// A row's sums in the order of its dims.
+inline void unpair_sums(const float* sums, int64_t dims, float* out) {
+  constexpr auto numbers = std::make_integer_sequence<int, 16>{};
+  for (int64_t d = 0; d < dims; d += kPair) {
+    const Vec low = load(sums + d), high = load(sums + d + kLanes);
+    store(out + d, mix_lanes<0, 4, 1, 5>(low, high, numbers));
+    store(out + d + kLanes, mix_lanes<2, 6, 3, 7>(low, high, numbers));
+  }
+}
+
+}  // namespace kvbackend::KVBACKEND_ISA
