@@ -199,6 +199,17 @@ def test_a_value_that_is_not_finite_stays_in_its_sequence_its_kv_head_and_its_ca
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_an_infinite_last_value_is_no_nan(dtype: torch.dtype, length: int) -> None:
+    """Loops that take values in twos have none beside the last of an odd number."""
+    args = call("paged_attention", [1], [length], dtype)
+    args["value_cache"][args["block_table"][0, 0].item(), length - 1, 1] = torch.inf
+    out, _ = kernel("paged_attention", **args)
+    assert (out[0, 4:] == torch.inf).all()
+    assert out[0, :4].isfinite().all()
+
+
+@EVERY_DTYPE
 @pytest.mark.parametrize("run", [kernel, reference])
 def test_nan_of_a_token_before_the_window_stays_there(
     dtype: torch.dtype, run: Callable[..., tuple[Tensor, Tensor]]
