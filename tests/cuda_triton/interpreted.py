@@ -90,8 +90,8 @@ SMALL = (
 def steady_products() -> Any:
     """The interpreter's tl.dot in float64, then rounded.
 
-    numpy's float32 products add in an order that goes by the CPU and by the shapes, and kernels that make a score twice,
-    in tiles of two shapes, need the same one.
+    numpy's float32 products add in an order that goes by the CPU and by the shapes; kernels that make a score twice, in
+    tiles of two shapes, need the same one.
     """
     matmul = np.matmul
 
