@@ -28,14 +28,16 @@ class Prefetcher {
 
   // `count` rows at these offsets. Beyond what the list holds rows are so long that a core follows them by itself.
   void add(const void* rows, const int64_t* offsets, int64_t count, int64_t bytes) {
-    for (int64_t n = 0, all = (bytes + kPiece - 1) / kPiece; all > 1 && n < count; ++n) {
-      for (int64_t i = 0; i < all && count_ < kMost; ++i)
-        pieces_[count_++] = static_cast<const char*>(rows) + offsets[n] + i * kPiece;
+    const char* first = static_cast<const char*>(rows);
+    if (bytes <= kPiece) {
+      count = std::min(count, kMost - count_);
+      for (int64_t n = 0; n < count; ++n) pieces_[count_ + n] = first + offsets[n];
+      count_ += count;
+      return;
     }
-    if (bytes > kPiece) return;
-    count = std::min(count, kMost - count_);
-    for (int64_t n = 0; n < count; ++n) pieces_[count_ + n] = static_cast<const char*>(rows) + offsets[n];
-    count_ += count;
+    for (int64_t n = 0; n < count; ++n) {
+      for (int64_t at = 0; at < bytes && count_ < kMost; at += kPiece) pieces_[count_++] = first + offsets[n] + at;
+    }
   }
 
   // All of the list in that many steps.
