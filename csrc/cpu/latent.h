@@ -7,8 +7,8 @@
 namespace kvbackend::KVBACKEND_ISA {
 
 template <class T>
-struct Rows {  // of queries [T, H, D]
-  explicit Rows(const Tensor& tensor)
+struct QueryRows {  // of queries [T, H, D]
+  explicit QueryRows(const Tensor& tensor)
       : data(static_cast<const T*>(tensor.const_data_ptr())),
         first(tensor.stride(0)),
         second(tensor.stride(1)),
@@ -81,7 +81,7 @@ class LatentSource {
 
  private:
   int64_t heads_;
-  Rows<T> q_nope_, q_pe_;
+  QueryRows<T> q_nope_, q_pe_;
   CachedRows<T> ckv_, kpe_;
 };
 

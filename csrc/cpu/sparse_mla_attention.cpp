@@ -116,7 +116,7 @@ class RecordSource {
   }
 
   int64_t heads_;
-  Rows<T> q_nope_, q_pe_;
+  QueryRows<T> q_nope_, q_pe_;
   CachedRows<T> none_;  // records are neither read in place nor have a factor
   const RecordPages& pages_;
   const Field &codes_, &scales_, &rope_;
