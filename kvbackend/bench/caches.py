@@ -72,7 +72,7 @@ def write_mla(make: Maker, *, others: bool) -> Iterator[Case]:
             rows.index_copy_(0, call["slot_mapping"], torch.cat([call["ckv"], call["kpe"]], -1))
 
         named: dict[str, peers.Peer] = {"torch cat, index_copy_": index_copy}
-        if others:
+        if others and peers.has("concat_and_cache_mla_cpu"):
             named["vllm concat_and_cache_mla"] = lambda call: peers.vllm().concat_and_cache_mla_cpu(
                 call["ckv"], call["kpe"], cache, call["slot_mapping"]
             )

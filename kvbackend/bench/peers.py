@@ -44,6 +44,11 @@ def vllm() -> Any:
     return torch.ops._C
 
 
+def has(op: str) -> bool:
+    """Whether vLLM's library for this CPU has an operator; SGLang's are not in that for AVX2."""
+    return hasattr(vllm(), op)
+
+
 class VllmPages:
     """vLLM's own copy of a pool, in the layout that its kernels for these blocks read."""
 
@@ -72,7 +77,7 @@ def gqa_decode(pages: VllmPages, key: Tensor, value: Tensor, q: Tensor) -> dict[
         return out
 
     found: dict[str, Peer] = {f"vllm {pages.isa}": paged}
-    if q.dtype is not torch.float32:
+    if q.dtype is not torch.float32 and has("decode_attention_cpu"):
         rows = key.flatten(0, 1), value.flatten(0, 1)
         found["sgl decode_attention"] = sgl_decode(q, *rows, pages.block_size, q.shape[-1] ** -0.5)
     return found
@@ -113,6 +118,27 @@ def sgl_decode(q: Tensor, key: Tensor, value: Tensor, block_size: int, scale: fl
         return out
 
     return run
+
+
+def mla_decode(pages: Tensor, q: Tensor, scale: float) -> dict[str, Peer]:
+    """vLLM's MLA decode, which reads blocks of 16, and SGLang's, whose values are the first numbers of a row."""
+    _, block_size, width = pages.shape
+    dim = width - 64
+    out, tables = q.new_empty(*q.shape[:-1], dim), {}
+    blocks, offsets = pages.view(-1, 16, width), torch.arange(block_size // 16, dtype=torch.int32)
+
+    def decode(call: dict[str, Any]) -> Tensor:
+        table = call["block_table"]
+        if table.data_ptr() not in tables:
+            tables[table.data_ptr()] = (table[..., None] * len(offsets) + offsets).flatten(1).contiguous()
+        vllm().mla_decode_kvcache(out, q, blocks, scale, tables[table.data_ptr()], call["seq_lens"])
+        return out
+
+    found: dict[str, Peer] = {"vllm mla_decode_kvcache": decode}
+    if has("decode_attention_cpu"):
+        rows = pages.view(-1, 1, width)
+        found["sgl decode_attention"] = sgl_decode(q, rows, rows[..., :dim], block_size, scale)
+    return found
 
 
 @cache
