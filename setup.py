@@ -95,7 +95,8 @@ def cpu_library(build: Path, target: Path) -> None:
     includes = [f"-I{path}" for path in (build, headers)]
     common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if "avx2" in VARIANTS else [])]
     emulated = [flag for flag in BF16 if "EMULATED" in flag]
-    jobs = [(SOURCES / "cpu" / "isa.cpp", build / "isa.o", ["-DKVBACKEND_ISA=plain", *emulated])]
+    once = (SOURCES / "cpu" / "isa.cpp", SOURCES / "common" / "direct.cpp")
+    jobs = [(path, build / f"{path.stem}.o", ["-DKVBACKEND_ISA=plain", *emulated]) for path in once]
     for variant, flags in VARIANTS.items():
         registers = ["-DKVBACKEND_REGISTERS"] if variant == "plain" else []
         for path in (*ops, probes):
@@ -116,6 +117,7 @@ def python_module(build: Path, target: Path, libraries: Iterable[str]) -> None:
         raise NotWantedError(f"the module is for this Python, which runs on {platform.machine()}, not {machine()}")
     build.mkdir(parents=True, exist_ok=True)
     found = {"python": sysconfig.get_path("include"), "pybind11": pybind11.get_include()}
+    found["torch"] = str(Path(torch.__file__).parent / "include")  # DLPack's header
     includes = [f"-I{linked(build / name, Path(path))}" for name, path in found.items()]
     facts = {"BUILT_WITH_TORCH": torch.__version__, "BUILT_LIBRARIES": " ".join(libraries)}
     defines = [f'-DKVBACKEND_{name}="{value}"' for name, value in facts.items()]

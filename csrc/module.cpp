@@ -1,7 +1,7 @@
-// The pybind11 module kvbackend._build: facts about this build and this CPU. Never tensors, so it needs no torch.
-#include <pybind11/pybind11.h>
-
+// The pybind11 module kvbackend._build: facts about this build and this CPU, and calls past torch's dispatcher. It is
+// not linked to torch.
 #include "cpu/isa.h"
+#include "direct_call.h"
 
 namespace py = pybind11;
 
@@ -34,4 +34,5 @@ PYBIND11_MODULE(_build, m) {
   m.doc() = "Facts about how kvbackend was built and what this CPU can do.";
   m.def("build_info", &build_info, "Compiler, torch at build time, oldest torch that the libraries serve, libraries.");
   m.def("cpu_features", &cpu_features, "Instruction sets of this CPU that kernels may use.");
+  m.def("direct_call", &kvbackend::direct_call, "A callable of an op that goes past torch's dispatcher, or None.");
 }

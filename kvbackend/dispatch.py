@@ -22,7 +22,7 @@ import torch
 from . import backends
 from .backends import REFERENCE, Backend
 from .errors import ArgumentError, UnsupportedError
-from .facts import Fact, key_source, scalars_named, views
+from .facts import Fact, key_source, scalars_named, sizes_only, views
 
 if TYPE_CHECKING:
     from .spec import Op
@@ -418,11 +418,13 @@ class Dispatcher:
         backend, chosen = self.choose(args, notes)
         run = self._wrap(backend, chosen)
         readers = [reader for reader in self._readers if reader is self.op._check]
-        refuses = False
+        shorter = None
         if backend != REFERENCE:
-            adapter = backends.registered()[backend].adapter(self.op.name)
+            found = backends.registered()[backend]
+            adapter = found.adapter(self.op.name)
             readers.append(adapter.unsupported)  # type: ignore[union-attr]
-            refuses = getattr(adapter, "REFUSES", False) and run is chosen
+            if getattr(adapter, "REFUSES", False) and run is chosen:
+                shorter = found.shorter
         scalars = sorted(self._scalars(readers))
         names, parameters = ", ".join(self.op.parameters), _parameter_source(self.op)
         source = [
@@ -430,12 +432,12 @@ class Dispatcher:
             *_indent(key_source(self.op, notes, scalars), 1),
             "    return _key",
             f"def _read_quickly({parameters}):",
-            *_indent(key_source(self.op, notes, scalars, places=not refuses), 1),
+            *_indent(key_source(self.op, notes, scalars, places=not shorter), 1),
             "    return _key",
             f"def {self.op.name}({parameters}):",
             "    try:",
-            *_indent(key_source(self.op, notes, scalars, places=not refuses), 2),
-            "    except ValueError:",
+            *_indent(key_source(self.op, notes, scalars, places=not shorter), 2),
+            "    except (AttributeError, ValueError):  # no tensor, or sizes that do not fit",
             "        _key = None",
             "    if _key != _expected:",
             f"        _explain({names})",
@@ -463,7 +465,7 @@ class Dispatcher:
         resolved: Callable[..., Any] = space[self.op.name]
         resolved.backend = backend  # type: ignore[attr-defined]
         resolved.__doc__ = f"{self.op.name} on backend {backend}; made by resolve()."
-        return resolved
+        return shorter(self.op, args, scalars, resolved) if shorter and sizes_only(notes) else resolved
 
 
 _ENVIRONMENT = ("KVBACKEND_BACKEND", "KVBACKEND_DISABLE", "KVBACKEND_FALLBACK", "KVBACKEND_CHECK", "KVBACKEND_LOG")

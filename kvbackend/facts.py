@@ -183,6 +183,11 @@ def scalars_named(op: Op, function: Callable[..., Any]) -> set[str]:
     return {name for name in inspect.signature(function).parameters if name in op.parameters and name not in tensors}
 
 
+def sizes_only(facts: Iterable[Fact]) -> bool:
+    """Whether the facts are sizes alone, which the one who is called looks at himself."""
+    return all(_SIZE.fullmatch(expression) for _, expression in facts)
+
+
 def key_source(op: Op, facts: Iterable[Fact], more: Iterable[str], *, places: bool = True) -> list[str]:
     """Statements that set `_key` to the facts and to `more` expressions; ValueError where sizes do not fit.
 

@@ -40,6 +40,7 @@ class DeviceLibrary:
 
     schemas: dict[str, str] = field(default_factory=dict)  # op -> the schema (and formats) its kernel was built for
     isa: str = ""  # the instruction set that its kernels use
+    direct_ops: int = 0  # the address of what lists its kernels for calls past torch's dispatcher (csrc/common/call.h)
     reason: str | None = None
 
 
@@ -73,7 +74,8 @@ def library(device: str) -> DeviceLibrary:
     if isa is None:
         return DeviceLibrary(schemas)
     isa.restype = ctypes.c_char_p
-    return DeviceLibrary(schemas, isa().decode())
+    listed = getattr(loaded, "kvbackend_direct_ops", None)
+    return DeviceLibrary(schemas, isa().decode(), (ctypes.cast(listed, ctypes.c_void_p).value or 0) if listed else 0)
 
 
 def building(device: str) -> str:

@@ -124,7 +124,8 @@ class Op:
         """Choose once, for calls like this one, and return a callable without per-call choosing.
 
         It takes the op's own arguments with other batch, token and block counts. Raises ArgumentError where shapes do
-        not fit each other, and UnsupportedError where something that the choice rested on has changed.
+        not fit each other, and UnsupportedError where something that the choice rested on has changed. A CPU kernel may
+        be called past torch's dispatcher, where torch's profiler and dispatch modes see nothing (`kvbackend.direct`).
         """
         return self.dispatcher.resolve(self.bind((), example))
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "../common/check.h"
+#include "../common/direct.h"
 
 namespace kvbackend {
 
@@ -35,22 +36,22 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
   namespace kvbackend::avx512 {             \
   extern decltype(kvbackend::plain::op) op; \
   }
-#define KVBACKEND_IMPL(m, op)                                                                    \
-  kvbackend::isa() >= kvbackend::Isa::avx512 ? m.impl(#op, KVBACKEND_BOX(kvbackend::avx512::op)) \
-  : kvbackend::isa() == kvbackend::Isa::avx2 ? m.impl(#op, KVBACKEND_BOX(kvbackend::avx2::op))   \
-                                             : m.impl(#op, KVBACKEND_BOX(kvbackend::plain::op))
+#define KVBACKEND_IMPL(m, op)                                                                       \
+  kvbackend::isa() >= kvbackend::Isa::avx512 ? kvbackend::implement<&kvbackend::avx512::op>(m, #op) \
+  : kvbackend::isa() == kvbackend::Isa::avx2 ? kvbackend::implement<&kvbackend::avx2::op>(m, #op)   \
+                                             : kvbackend::implement<&kvbackend::plain::op>(m, #op)
 #define KVBACKEND_DECLARE_BF16(op)          \
   namespace kvbackend::avx512_bf16 {        \
   extern decltype(kvbackend::plain::op) op; \
   }
-#define KVBACKEND_IMPL_BF16(m, op)                                                                         \
-  kvbackend::isa() >= kvbackend::Isa::avx512_bf16 ? m.impl(#op, KVBACKEND_BOX(kvbackend::avx512_bf16::op)) \
+#define KVBACKEND_IMPL_BF16(m, op)                                                                            \
+  kvbackend::isa() >= kvbackend::Isa::avx512_bf16 ? kvbackend::implement<&kvbackend::avx512_bf16::op>(m, #op) \
                                                   : KVBACKEND_IMPL(m, op)
 #else
 #define KVBACKEND_DECLARE_VARIANTS(op)
 #define KVBACKEND_DECLARE_BF16(op)
 #define KVBACKEND_IMPL_BF16(m, op) KVBACKEND_IMPL(m, op)
-#define KVBACKEND_IMPL(m, op) m.impl(#op, KVBACKEND_BOX(kvbackend::plain::op))
+#define KVBACKEND_IMPL(m, op) kvbackend::implement<&kvbackend::plain::op>(m, #op)
 #endif
 
 #if defined(KVBACKEND_REGISTERS)
@@ -139,12 +140,8 @@ inline Tensor new_result(const Tensor& like, torch::headeronly::IntHeaderOnlyArr
                          std::optional<ScalarType> dtype = std::nullopt) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t dim = strides.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * std::max<int64_t>(1, sizes[dim]);
-  int32_t number;
-  if (dtype) {
-    number = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*dtype));
-  } else {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &number));
-  }
+  const int32_t number =
+      dtype ? torch::stable::detail::to<int32_t>(torch::stable::detail::from(*dtype)) : like.torch_dtype();
   AtenTensorHandle made;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
                                                          strides.data(), number, aoti_torch_device_type_cpu(), 0,

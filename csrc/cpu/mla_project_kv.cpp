@@ -24,17 +24,18 @@ constexpr bool kRoundsSums = false;
 Tensor project(const Tensor& hidden, const Tensor& w_kva) {
   const int64_t few = hidden.scalar_type() == ScalarType::Float ? kFewTokensFloat32 : kFewTokens;
   if (hidden.size(0) > few) {
-    const auto factor = [](const Tensor& x) -> Tensor {
-      if (kRoundsSums && x.scalar_type() == ScalarType::BFloat16) return torch::stable::to(x, ScalarType::Float);
-      return x;
+    const auto factor = [](const Tensor& x) {
+      const torch::stable::Tensor& given = x.of_torch();
+      return kRoundsSums && x.scalar_type() == ScalarType::BFloat16 ? torch::stable::to(given, ScalarType::Float)
+                                                                    : given;
     };
     return torch::stable::matmul(factor(hidden), torch::stable::transpose(factor(w_kva), 0, 1));
   }
   Tensor out = new_result(hidden, {hidden.size(0), w_kva.size(0)}, ScalarType::Float);
   with_dtype(hidden, "hidden", [&](auto zero) {
     using T = decltype(zero);
-    multiply_heads(torch::stable::unsqueeze(hidden, 1), static_cast<const T*>(w_kva.const_data_ptr()), 0, w_kva.size(0),
-                   w_kva.stride(0), w_kva.stride(1), static_cast<float*>(out.mutable_data_ptr()));
+    multiply_heads(torch::stable::unsqueeze(hidden.of_torch(), 1), static_cast<const T*>(w_kva.const_data_ptr()), 0,
+                   w_kva.size(0), w_kva.stride(0), w_kva.stride(1), static_cast<float*>(out.mutable_data_ptr()));
   });
   return out;
 }

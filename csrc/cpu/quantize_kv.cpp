@@ -165,7 +165,8 @@ std::tuple<Tensor, Tensor> quantize_kv(const Tensor& x, const std::string& kv_fo
   Tensor scales = new_result(x, shape, format.scale_dtype);
   if (scale) {
     expect_scales(*scale, "scale", format, shape);
-    torch::stable::copy_(scales, *scale);
+    torch::stable::Tensor made = scales.of_torch();
+    torch::stable::copy_(made, scale->of_torch());
   }
   with_dtype(x, "x", [&](auto number) {
     using T = decltype(number);

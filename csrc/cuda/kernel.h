@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../common/check.h"
+#include "../common/entries.h"
 #include "runs.h"
 
 namespace kvbackend::cuda {

@@ -32,7 +32,7 @@ Tensor transcode(const Tensor& pages, const std::string& from_layout, const std:
   KVBACKEND_CHECK(plan(source, target, block_size, pages.stride(0), pieces), "to_layout is '", to_layout, "'; '",
                   from_layout, "' has other fields: code the rows again");
   const DeviceGuard guard(pages.get_device_index());
-  Tensor out = torch::stable::new_empty(pages, {num_pages, page_bytes});
+  Tensor out = torch::stable::new_empty(pages.of_torch(), {num_pages, page_bytes});
   uint8_t* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   const int64_t step = std::max<int64_t>(1, kThreadsAtMost / (int64_t(blocks_of(pieces, 1)) * 256));
   for (int64_t first = 0; first < num_pages; first += step) {

@@ -11,6 +11,9 @@ module of the op's name:
                                                      do not fit or whose tensors are on another device: a resolved
                                                      callable leaves that to it then
 
+For these a package may have a shorter way: `shorter(op, example, fixed, otherwise)` returns what a resolved callable
+for calls like `example` is to be, with `otherwise` for what does not fit (`direct.call` has the details).
+
 The module's existence is the registration. A package may say in `WITHOUT` (op -> words) why it has no module for an op,
 and in `EVIDENCE` how it is known that its adapters are right as long as no device has run them; `EVIDENCE_OF` (op ->
 words) where that differs. `kvbackend matrix merge` shows these words until a device's results are there.
@@ -19,14 +22,17 @@ words) where that differs. `kvbackend matrix merge` shows these words until a de
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ..spec import Op
 
 REFERENCE = "reference"  # every op's own body: serves every device, asked last
 ENTRY_POINT_GROUP = "kvbackend.backends"
@@ -52,6 +58,7 @@ class Backend:
     _without: Mapping[str, str] = field(default_factory=dict, compare=False)
     evidence: str = TRANSLATED
     _evidence_of: Mapping[str, str] = field(default_factory=dict, compare=False)
+    _shorter: Callable[..., Callable[..., Any]] | None = field(default=None, compare=False)
 
     def missing(self) -> tuple[str, ...]:
         """Why this machine cannot use the backend at all; asked once per process."""
@@ -65,6 +72,12 @@ class Backend:
     def evidence_of(self, op_name: str) -> str:
         """How it is known, without a run on the device, that its adapter of an op is right."""
         return self._evidence_of.get(op_name, self.evidence)
+
+    def shorter(
+        self, op: Op, example: Mapping[str, Any], fixed: Collection[str], otherwise: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """`otherwise`, or a quicker callable for calls like `example` of an op whose adapter refuses what is wrong."""
+        return self._shorter(op, example, fixed, otherwise) if self._shorter else otherwise
 
     def adapter(self, op_name: str) -> Adapter | None:
         """The backend's module for an op, or None where it has no kernel for it."""
@@ -117,6 +130,7 @@ def _load(name: str, package: str) -> Backend:
             getattr(module, "WITHOUT", {}),
             getattr(module, "EVIDENCE", TRANSLATED),
             getattr(module, "EVIDENCE_OF", {}),
+            getattr(module, "shorter", None),
         )
     except Exception as error:  # a plugin's fault must not take the others away
         reason = f"backend package {package} cannot be used ({error})"

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from ... import native
+from ... import direct, native
 
 DEVICE = "cpu"
 ORDER = 100
 EVIDENCE = "built, not run"
+shorter = direct.call
 
 
 def missing() -> Iterator[str]:
