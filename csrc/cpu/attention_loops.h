@@ -240,41 +240,48 @@ void score_few(const Products& products, const typename Products::Query* queries
   }
 }
 
-// Many rows: lanes run over rows. V vectors of rows x up to 8 keys in registers; a number of a key meets all of them.
-// Adds the products of `dims` dims, a panel of the keys [count, key_row] and of the queries [dims, width] that stays in
-// L1. Keys may be read up to a multiple of 8.
+// Many rows: lanes run over rows. V vectors of rows x K keys in registers; a number of a key meets all of them. Adds
+// the products of `dims` dims, a panel of the keys [count, key_row] and of the queries [dims, width] that stays in L1.
+template <int V, int K>
+void score_rows_of(const float* queries, int64_t dims, const float* key, int64_t key_row, float* scores, int64_t width,
+                   Prefetcher& ahead) {
+  Vec sum[K * V] = {};
+  ahead.step();
+  for (int64_t d = 0; d < dims; ++d) {
+#pragma GCC unroll 8
+    for (int k = 0; k < K; ++k) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[k * V + v] += key[k * key_row + d] * load(queries + d * width + v * kLanes);
+    }
+  }
+  ahead.step();
+#pragma GCC unroll 8
+  for (int k = 0; k < K; ++k) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      float* score = scores + k * width + v * kLanes;
+      store(score, load(score) + sum[k * V + v]);
+    }
+  }
+}
+
+// The same for all keys, which may be read up to a multiple of 4.
 template <int V>
 void score_many(const float* queries, int64_t dims, const float* keys, int64_t key_row, int64_t count, float* scores,
                 int64_t width, Prefetcher& ahead) {
-  constexpr int kKeys = std::min(8, kAccumulators / V);
-  for (int64_t n = 0; n < count; n += kKeys) {
-    Vec sum[kKeys * V] = {};
-    const float* key = keys + n * key_row;
-    ahead.step();
-    for (int64_t d = 0; d < dims; ++d) {
-#pragma GCC unroll 8
-      for (int k = 0; k < kKeys; ++k) {
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) sum[k * V + v] += key[k * key_row + d] * load(queries + d * width + v * kLanes);
-      }
-    }
-    ahead.step();
-#pragma GCC unroll 8
-    for (int k = 0; k < kKeys; ++k) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
-        float* score = scores + (n + k) * width + v * kLanes;
-        store(score, load(score) + sum[k * V + v]);
-      }
-    }
-  }
+  constexpr int kKeys = std::min(8, kSums / V);
+  int64_t n = 0;
+  for (; n + kKeys <= count; n += kKeys)
+    score_rows_of<V, kKeys>(queries, dims, keys + n * key_row, key_row, scores + n * width, width, ahead);
+  for (; n < count; n += 4)
+    score_rows_of<V, 4>(queries, dims, keys + n * key_row, key_row, scores + n * width, width, ahead);
 }
 
 // score_many for all rows and dims. Panels of kPanel dims: shorter sums also round less.
 inline void score_many_rows(const float* queries, int64_t dim, const float* keys, int64_t key_row, int64_t count,
                             float* scores, int64_t width, Prefetcher& ahead) {
   constexpr int kMost = kAccumulators / 4;
-  std::fill_n(scores, round_up(count, 8) * width, 0.0f);
+  std::fill_n(scores, round_up(count, 4) * width, 0.0f);
   for (int64_t d = 0; d < dim; d += kPanel) {
     const int64_t dims = std::min(kPanel, dim - d);
     const float* panel = queries + d * width;
@@ -303,7 +310,10 @@ void weigh(const float* weights, int64_t width, const E* const* values, const Gr
 #pragma GCC unroll 8
     for (int v = 0; v < V; v += 2) {
       const int64_t d = dim + v * kLanes;
-      if constexpr (kGrouped) {
+      if constexpr (V % 2) {  // of floats, whose pairs are in order
+        numbers[v] = load(values[n] + d);
+        if (v + 1 < V) numbers[v + 1] = load(values[n] + d + kLanes);
+      } else if constexpr (kGrouped) {
         load_scaled(values[n], d, groups.of(n), groups.shift, numbers[v], numbers[v + 1]);
       } else {
         load_pair(values[n] + d / kPerByte<E>, numbers[v], numbers[v + 1]);
@@ -324,17 +334,21 @@ void weigh(const float* weights, int64_t width, const E* const* values, const Gr
 }
 
 // function(vectors, row, d) for all rows and dims, R rows x `vectors` at a time. Dims in the outer loop: their part of
-// the values stays in L1 for all rows.
-template <int R, class F>
+// the values stays in L1 for all rows. With kMany, which is for rows of floats, kSums are kept.
+template <int R, bool kMany, class F>
 void each_block(int64_t rows, int64_t dims, F&& function) {
-  constexpr int kVectors = std::max(2, kAccumulators / R);
+  constexpr int kVectors = std::max(2, kAccumulators / R), kMost = kSums / R;
   int64_t d = 0;
-  for (; d + kVectors * kLanes <= dims; d += kVectors * kLanes) {
-    for (int64_t row = 0; row < rows; row += R) function(std::integral_constant<int, kVectors>{}, row, d);
+  const auto block = [&](auto vectors) {
+    for (int64_t row = 0; row < rows; row += R) function(vectors, row, d);
+    d += vectors * kLanes;
+  };
+  if constexpr (kMany && kMost == 3) {  // threes, but where twos would not take the rest
+    const int64_t end = dims - dims / kLanes * 2 % 3 * 2 * kLanes;
+    while (d < end) block(std::integral_constant<int, 3>{});
   }
-  for (; d < dims; d += kPair) {
-    for (int64_t row = 0; row < rows; row += R) function(std::integral_constant<int, 2>{}, row, d);
-  }
+  while (d + kVectors * kLanes <= dims) block(std::integral_constant<int, kVectors>{});
+  while (d < dims) block(std::integral_constant<int, 2>{});
 }
 
 // function(R): so many rows at a time fit a tile of this width.

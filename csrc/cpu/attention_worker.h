@@ -28,6 +28,8 @@
 //   bool bias(keys, head, float* out);               what is added to the logits of each key; false: nothing
 #pragma once
 
+#include <unistd.h>
+
 #include "cached_rows.h"
 #if defined(__AVX512BF16__)
 #include "attention_pairs.h"
@@ -114,7 +116,7 @@ class Worker {
     const Task& task = *task_;
     std::optional<Scope> scope;
     if (tiled_) scope.emplace();
-    const int64_t tile = tiled_ ? kMostKeys : kTile;
+    const int64_t tile = tiled_ ? kMostKeys : in_place_ ? few_keys() : kTile;
     Keys found[2];
     locate(task.begin, tile, found[0]);
     for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += tile, turn ^= 1) {
@@ -236,6 +238,15 @@ class Worker {
   // Queries are as they were given.
   bool unscaled() const { return tiled_ || paired_; }
 
+  // Keys of a tile whose rows are read in place: while they are worked on and the next ones fetched, half of L2 holds
+  // the rows of all kv heads. The number depends on no batch and no thread.
+  int64_t few_keys() const {
+    static const int64_t l2 = sysconf(_SC_LEVEL2_CACHE_SIZE) > 0 ? sysconf(_SC_LEVEL2_CACHE_SIZE) : 512 << 10;
+    const int64_t key =
+        source_.kv_heads() * (source_.keys().row_bytes() + (value_dim_ ? source_.values().row_bytes() : 0));
+    return std::clamp(l2 / 2 / std::max<int64_t>(1, key) / 16 * 16, int64_t{16}, kTile);
+  }
+
   // What the loops over rows in place take.
   int64_t few_steps_of(int64_t count) const {
     const int64_t rows = std::min<int64_t>(width_, 4), keys = kAccumulators / rows;
@@ -310,17 +321,19 @@ class Worker {
         if (paired_) {
           alignas(kLine) uint32_t pairs[kTile * kLanes / 4];
           pair_weights(scores_, keys.count, width_, pairs);
-          return each_block<r>(task_->rows(), value_dim_, [&](auto v, int64_t row, int64_t d) {
+          return each_block<r, false>(task_->rows(), value_dim_, [&](auto v, int64_t row, int64_t d) {
             weigh_pairs<r, v>(pairs + row, width_, value, keys.count, d, decay_ + row, sums + row * value_dim_ + d,
                               value_dim_, ahead_);
           });
         }
       }
 #endif
-      each_block<r>(task_->rows(), value_dim_, [&](auto v, int64_t row, int64_t d) {
-        kvbackend::KVBACKEND_ISA::weigh<r, v, kGrouped>(scores_ + row, width_, value, groups, keys.count, d,
-                                                        decay_ + row, sums + row * value_dim_ + d, value_dim_, ahead_);
-      });
+      each_block<r, std::is_same_v<E, float> && !kGrouped>(
+          task_->rows(), value_dim_, [&](auto v, int64_t row, int64_t d) {
+            kvbackend::KVBACKEND_ISA::weigh<r, v, kGrouped>(scores_ + row, width_, value, groups, keys.count, d,
+                                                            decay_ + row, sums + row * value_dim_ + d, value_dim_,
+                                                            ahead_);
+          });
     });
   }
 

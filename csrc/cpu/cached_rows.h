@@ -117,8 +117,11 @@ class CachedRows {
   const char* row(int64_t offset, int64_t head) const { return data_ + offset + head * head_; }
 
   void prefetch(const int64_t* offsets, int64_t count, int64_t head, Prefetcher& ahead) const {
-    ahead.add(row(0, head), offsets, count, size_ * element_ / (format_ ? format_->per_byte() : 1));
+    ahead.add(row(0, head), offsets, count, row_bytes());
   }
+
+  // Of a row of a head.
+  int64_t row_bytes() const { return size_ * element_ / (format_ ? format_->per_byte() : 1); }
 
   // What a row's numbers are to be multiplied with beyond what an exact load and with_rows make of them: nothing, the
   // same for all rows of a head, or for each row its own.
