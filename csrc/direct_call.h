@@ -20,6 +20,7 @@ namespace py = pybind11;
 struct Torch {
   const DLPackExchangeAPI* api = nullptr;
   PyTypeObject *tensor = nullptr, *parameter = nullptr;
+  PyObject *grad_enabled = nullptr, *requires_grad = nullptr;
 
   static const Torch& get() {
     static const Torch torch = [] {
@@ -28,6 +29,8 @@ struct Torch {
       const py::object tensor = module.attr("Tensor"), parameter = module.attr("nn").attr("Parameter");
       found.tensor = reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr());
       found.parameter = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
+      found.grad_enabled = py::object(module.attr("is_grad_enabled")).release().ptr();
+      found.requires_grad = PyUnicode_InternFromString("requires_grad");
       if (!py::hasattr(tensor, "__dlpack_c_exchange_api__")) return found;
       const py::object capsule = tensor.attr("__dlpack_c_exchange_api__");
       const auto* api = static_cast<DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -38,12 +41,24 @@ struct Torch {
     return torch;
   }
 
-  // False for what is no plain tensor in this process's memory.
-  bool read(PyObject* object, DLTensor& found) const {
+  // Whether torch may want gradients of results: its dispatcher tells then that there are none.
+  bool wants_gradients() const { return holds(PyObject_CallNoArgs(grad_enabled)); }
+
+  // False for what is no plain tensor in this process's memory, or one whose gradient is wanted.
+  bool read(PyObject* object, bool gradients, DLTensor& found) const {
     if (Py_TYPE(object) != tensor && Py_TYPE(object) != parameter) return false;
+    if (gradients && holds(PyObject_GetAttr(object, requires_grad))) return false;
     if (api->dltensor_from_py_object_no_sync(object, &found) == 0) return found.device.device_type == kDLCPU;
     PyErr_Clear();  // no storage, as in a transform of functions
     return false;
+  }
+
+ private:
+  static bool holds(PyObject* truth) {  // also where there is none
+    const bool holds = truth != Py_False;
+    if (!truth) PyErr_Clear();
+    Py_XDECREF(truth);
+    return holds;
   }
 };
 
@@ -106,8 +121,9 @@ class Call {  // the state of a callable
     Array arrays[kMostArguments];
     Value values[kMostArguments];
     if (!by_position(given, count, names, objects)) return nullptr;
+    const bool gradients = Torch::get().wants_gradients();
     for (size_t i = 0; i < parameters.size(); ++i) {
-      if (!read(parameters[i], objects[i], tensors[i], arrays[i], values[i])) return nullptr;
+      if (!read(parameters[i], objects[i], gradients, tensors[i], arrays[i], values[i])) return nullptr;
     }
     Result results[kMostResults];
     bool done;
@@ -140,7 +156,8 @@ class Call {  // the state of a callable
     return true;
   }
 
-  static bool read(const Parameter& parameter, PyObject* object, DLTensor& tensor, Array& array, Value& value) {
+  static bool read(const Parameter& parameter, PyObject* object, bool gradients, DLTensor& tensor, Array& array,
+                   Value& value) {
     if (parameter.wanted && parameter.wanted != object) {
       if (Py_TYPE(object) != Py_TYPE(parameter.wanted)) return false;
       const int equal = PyObject_RichCompareBool(object, parameter.wanted, Py_EQ);
@@ -151,7 +168,7 @@ class Call {  // the state of a callable
       case 't':
         value.array = nullptr;
         if (parameter.none || object == Py_None) return parameter.none && object == Py_None;
-        if (!Torch::get().read(object, tensor) || !(element_of(tensor) == parameter.dtype)) return false;
+        if (!Torch::get().read(object, gradients, tensor) || !(element_of(tensor) == parameter.dtype)) return false;
         array = {static_cast<char*>(tensor.data) + tensor.byte_offset, tensor.shape, tensor.strides, tensor.ndim,
                  parameter.dtype};
         value.array = &array;
@@ -272,7 +289,7 @@ inline py::object direct_call(uintptr_t ops, const std::string& name, const py::
       parameter.wanted = wanted.is(py::ellipsis()) ? nullptr : wanted.inc_ref().ptr();
     } else if (!(parameter.none = wanted.is_none())) {
       DLTensor tensor;
-      if (!torch.read(wanted.ptr(), tensor)) return py::none();
+      if (!torch.read(wanted.ptr(), false, tensor)) return py::none();
       parameter.dtype = element_of(tensor);
     }
     parameter.standard = standard.is(py::ellipsis()) ? nullptr : standard.inc_ref().ptr();

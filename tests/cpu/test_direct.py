@@ -170,10 +170,27 @@ def test_functions_of_functions_and_fakes_do_not_reach_the_kernel() -> None:
     assert not example["ckv_cache"].any()
 
 
+def test_a_gradient_that_is_wanted_is_told_of_by_torch() -> None:
+    example = decode()
+    direct, _ = both("paged_attention", example)
+    for q in (example["q"].clone().requires_grad_(), torch.nn.Parameter(example["q"])):
+        wanting = direct(**dict(example, q=q))[0]
+        with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+            wanting.sum().backward()
+        with torch.no_grad(), Seen() as seen:
+            assert not direct(**dict(example, q=q))[0].requires_grad
+        assert not seen.ops
+
+
 def test_a_call_that_is_wrong_is_told_as_the_op_tells_it() -> None:
     example = mla_write()
     direct, _ = both("concat_and_cache_mla", example)
-    for wrong in (dict(kpe=torch.randn(3, 5)), dict(ckv=None), dict(slot_mapping=torch.arange(7)), dict(kv_format="fp9")):
+    for wrong in (
+        dict(kpe=torch.randn(3, 5)),
+        dict(ckv=None),
+        dict(slot_mapping=torch.arange(7)),
+        dict(kv_format="fp9"),
+    ):
         with pytest.raises(kvbackend.ArgumentError) as told:
             direct(**dict(example, **wrong))
         with pytest.raises(kvbackend.ArgumentError) as wanted:
