@@ -240,6 +240,13 @@ void score_few(const Products& products, const typename Products::Query* queries
   }
 }
 
+// Sums that a loop over many rows keeps in registers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kManySums = 12;
+#else
+constexpr int kManySums = kAccumulators;
+#endif
+
 // Many rows: lanes run over rows. V vectors of rows x K keys in registers; a number of a key meets all of them. Adds
 // the products of `dims` dims, a panel of the keys [count, key_row] and of the queries [dims, width] that stays in L1.
 template <int V, int K>
@@ -269,7 +276,7 @@ void score_rows_of(const float* queries, int64_t dims, const float* key, int64_t
 template <int V>
 void score_many(const float* queries, int64_t dims, const float* keys, int64_t key_row, int64_t count, float* scores,
                 int64_t width, Prefetcher& ahead) {
-  constexpr int kKeys = std::min(8, kSums / V);
+  constexpr int kKeys = std::min(8, kManySums / V);
   int64_t n = 0;
   for (; n + kKeys <= count; n += kKeys)
     score_rows_of<V, kKeys>(queries, dims, keys + n * key_row, key_row, scores + n * width, width, ahead);
@@ -334,10 +341,10 @@ void weigh(const float* weights, int64_t width, const E* const* values, const Gr
 }
 
 // function(vectors, row, d) for all rows and dims, R rows x `vectors` at a time. Dims in the outer loop: their part of
-// the values stays in L1 for all rows. With kMany, which is for rows of floats, kSums are kept.
+// the values stays in L1 for all rows. With kMany, which is for rows of floats, kManySums are kept.
 template <int R, bool kMany, class F>
 void each_block(int64_t rows, int64_t dims, F&& function) {
-  constexpr int kVectors = std::max(2, kAccumulators / R), kMost = kSums / R;
+  constexpr int kVectors = std::max(2, kAccumulators / R), kMost = kManySums / R;
   int64_t d = 0;
   const auto block = [&](auto vectors) {
     for (int64_t row = 0; row < rows; row += R) function(vectors, row, d);

@@ -17,15 +17,12 @@ namespace kvbackend::KVBACKEND_ISA {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 constexpr int kAccumulators = 16;  // sums that a loop keeps in registers: half of them
-constexpr int kSums = 16;          // and that a loop over many rows keeps
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 constexpr int kAccumulators = 8;
-constexpr int kSums = 12;
 #else
 constexpr int kLanes = 4;
 constexpr int kAccumulators = 8;
-constexpr int kSums = 8;
 #endif
 
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
