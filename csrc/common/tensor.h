@@ -95,6 +95,7 @@ class Tensor {
   const void* const_data_ptr() const { return tensor_ ? tensor_->const_data_ptr() : data_; }
   void* mutable_data_ptr() const { return tensor_ ? tensor_->mutable_data_ptr() : data_; }
 
+  bool is_cpu() const { return of_torch().is_cpu(); }
   bool is_cuda() const { return of_torch().is_cuda(); }
   int32_t get_device_index() const { return of_torch().get_device_index(); }
 
