@@ -40,6 +40,15 @@ namespace kvbackend::KVBACKEND_ISA {
 
 // ----------------------------------------------------------------------------------------------------------- a task
 
+// Of a core's second cache, as the system knows it.
+inline int64_t l2_bytes() {
+  int64_t bytes = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+  return bytes > 0 ? bytes : 512 << 10;
+}
+
 #if defined(__AVX512BF16__)
 template <class T>
 constexpr bool kTiles = std::is_same_v<T, bf16>;
@@ -241,7 +250,7 @@ class Worker {
   // Keys of a tile whose rows are read in place: while they are worked on and the next ones fetched, half of L2 holds
   // the rows of all kv heads. The number depends on no batch and no thread.
   int64_t few_keys() const {
-    static const int64_t l2 = sysconf(_SC_LEVEL2_CACHE_SIZE) > 0 ? sysconf(_SC_LEVEL2_CACHE_SIZE) : 512 << 10;
+    static const int64_t l2 = l2_bytes();
     const int64_t key =
         source_.kv_heads() * (source_.keys().row_bytes() + (value_dim_ ? source_.values().row_bytes() : 0));
     return std::clamp(l2 / 2 / std::max<int64_t>(1, key) / 16 * 16, int64_t{16}, kTile);
