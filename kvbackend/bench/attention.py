@@ -68,7 +68,7 @@ def decode_mla(make: Maker, pages: Tensor, heads: int, sequences: int, context: 
     buffer = pages.new_empty(sequences, -(-context // block_size) * block_size, width)
     named: dict[str, peers.Peer] = {"torch index_select, matmul": _gathered_mla(pages, q, buffer, context)}
     if others:
-        named |= peers.mla_decode(pages, q, MLA_SCALE)
+        named |= peers.mla_decode(pages, q, RANK, MLA_SCALE)
     return Case(
         "mla_attention", f"decode {sequences} x {context}, {heads} heads", calls, peers=named,
         moved_bytes=2 * sequences * context * width, operations=2 * sequences * context * heads * (width + RANK),

@@ -120,10 +120,9 @@ def sgl_decode(q: Tensor, key: Tensor, value: Tensor, block_size: int, scale: fl
     return run
 
 
-def mla_decode(pages: Tensor, q: Tensor, scale: float) -> dict[str, Peer]:
-    """vLLM's MLA decode, which reads blocks of 16, and SGLang's, whose values are the first numbers of a row."""
+def mla_decode(pages: Tensor, q: Tensor, dim: int, scale: float) -> dict[str, Peer]:
+    """vLLM's MLA decode, which reads blocks of 16, and SGLang's; values are the first `dim` numbers of a row."""
     _, block_size, width = pages.shape
-    dim = width - 64
     out, tables = q.new_empty(*q.shape[:-1], dim), {}
     blocks, offsets = pages.view(-1, 16, width), torch.arange(block_size // 16, dtype=torch.int32)
 
@@ -134,7 +133,7 @@ def mla_decode(pages: Tensor, q: Tensor, scale: float) -> dict[str, Peer]:
         vllm().mla_decode_kvcache(out, q, blocks, scale, tables[table.data_ptr()], call["seq_lens"])
         return out
 
-    found: dict[str, Peer] = {"vllm mla_decode_kvcache": decode}
+    found: dict[str, Peer] = {"vllm mla_decode_kvcache": decode} if has("mla_decode_kvcache") else {}
     if has("decode_attention_cpu"):
         rows = pages.view(-1, 1, width)
         found["sgl decode_attention"] = sgl_decode(q, rows, rows[..., :dim], block_size, scale)

@@ -85,6 +85,15 @@ def test_the_number_of_threads_changes_no_bit(
     check_threads(partial(kernel, name), set_threads, **call(name, [1, 5, 150], [3000, 700, 200], dtype, heads=16))
 
 
+@EVERY_DTYPE
+def test_a_token_too_large_for_64_of_them_to_fit_half_of_l2(
+    dtype: torch.dtype, set_threads: Callable[[int], None]
+) -> None:
+    args = call("paged_attention", [1, 2, 1], [700, 90, 17], dtype, heads=64, kv_heads=64, dim=128)
+    assert_close(kernel("paged_attention", **args), reference("paged_attention", **args), factor=2)
+    check_threads(partial(kernel, "paged_attention"), set_threads, **args)
+
+
 @EVERY_OP
 @EVERY_DTYPE
 def test_batch_mates_change_no_bit(name: str, dtype: torch.dtype) -> None:
