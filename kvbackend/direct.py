@@ -1,7 +1,8 @@
 """Resolved callables that go past torch's dispatcher, which takes longer than a small call itself.
 
 The way: csrc/direct_call.h reads the arguments through DLPack's C interface to torch's tensors and calls the kernel
-in its library (csrc/common/call.h). torch's profiler and dispatch modes do not see such a call.
+in its library (csrc/common/call.h). torch's profiler and dispatch modes do not see such a call, and its results,
+which torch keeps as memory of another's, cannot be resized.
 """
 
 from __future__ import annotations

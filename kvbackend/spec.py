@@ -125,7 +125,8 @@ class Op:
 
         It takes the op's own arguments with other batch, token and block counts. Raises ArgumentError where shapes do
         not fit each other, and UnsupportedError where something that the choice rested on has changed. A CPU kernel may
-        be called past torch's dispatcher, where torch's profiler and dispatch modes see nothing (`kvbackend.direct`).
+        be called past torch's dispatcher, where torch's profiler and dispatch modes see nothing; results cannot
+        be resized then (`kvbackend.direct`).
         """
         return self.dispatcher.resolve(self.bind((), example))
 

@@ -207,6 +207,7 @@ def test_results_live_on_and_end() -> None:
     direct, otherwise = both("paged_attention", example)
     expected = otherwise(**example)[0].clone()
     kept = [direct(**example)[0] for _ in range(50)]
+    second = kept[1]
     del direct
     gc.collect()
     others = [torch.full_like(expected, 7.0) for _ in range(50)]
@@ -215,6 +216,8 @@ def test_results_live_on_and_end() -> None:
     view = kept[0][1:]
     kept.clear()
     assert torch.equal(view, expected[1:])
+    with pytest.raises(RuntimeError, match="not resizable"):
+        second.resize_(100, 100)
     view.add_(1.0)
     assert torch.equal(view.clone(), expected[1:] + 1.0)
 
