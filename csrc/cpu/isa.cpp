@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "kernel.h"
-#if defined(KVBACKEND_X86) && defined(__linux__)
+#if defined(KVBACKEND_AVX512) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -15,7 +15,7 @@
 namespace kvbackend {
 namespace {
 
-#if defined(KVBACKEND_X86)
+#if defined(KVBACKEND_AVX512)
 // Linux gives AMX's tiles to a process that asks for them.
 bool has_tiles(const CpuFeatures& cpu) {
 #if defined(KVBACKEND_EMULATED_TILES)
@@ -30,10 +30,12 @@ bool has_tiles(const CpuFeatures& cpu) {
 #endif
 
 Isa best() {
-#if defined(KVBACKEND_X86)
-  const CpuFeatures cpu = cpu_features();
+  [[maybe_unused]] const CpuFeatures cpu = cpu_features();
+#if defined(KVBACKEND_AVX512)
   if (cpu.avx512_bf16) return has_tiles(cpu) ? Isa::amx : Isa::avx512_bf16;
   if (cpu.avx512) return Isa::avx512;
+#endif
+#if defined(KVBACKEND_AVX2)
   if (cpu.avx2) return Isa::avx2;
 #endif
   return Isa::plain;

@@ -1,11 +1,11 @@
 // What every kernel file of the CPU starts with.
 //
-// setup.py compiles each <op>.cpp once per instruction set, with KVBACKEND_ISA naming the namespace that the code then
-// lives in: plain, avx2, avx512. So the same loops exist several times, vectorized differently, and nothing compiled
-// for a newer CPU can be reached on an older one. Only the plain build registers the op, with the variant that isa()
-// chose when the library was loaded: KVBACKEND_REGISTER(op), last in the file. A file that ends in
-// KVBACKEND_REGISTER_BF16(op) is compiled a fourth time, as avx512_bf16: products of bfloat16, in AMX tiles where the
-// CPU has them (amx.h).
+// setup.py compiles each <op>.cpp (and write_side.cpp, a part of two ops) once per instruction set, with KVBACKEND_ISA
+// naming the namespace that the code then lives in: plain, avx2, avx512. So the same loops exist several times,
+// vectorized differently, and nothing compiled for a newer CPU can be reached on an older one. Only the plain build
+// registers the op, with the variant that isa() chose when the library was loaded: KVBACKEND_REGISTER(op), last in the
+// file. A file that ends in KVBACKEND_REGISTER_BF16(op) is compiled a fourth time, as avx512_bf16: products of
+// bfloat16, in AMX tiles where the CPU has them (amx.h).
 #pragma once
 
 #include <algorithm>
@@ -28,40 +28,43 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
 
 }  // namespace kvbackend
 
-#if defined(KVBACKEND_X86)
-#define KVBACKEND_DECLARE_VARIANTS(op)      \
-  namespace kvbackend::avx2 {               \
-  extern decltype(kvbackend::plain::op) op; \
-  }                                         \
-  namespace kvbackend::avx512 {             \
-  extern decltype(kvbackend::plain::op) op; \
-  }
-#define KVBACKEND_IMPL(m, op)                                                                       \
-  kvbackend::isa() >= kvbackend::Isa::avx512 ? kvbackend::implement<&kvbackend::avx512::op>(m, #op) \
-  : kvbackend::isa() == kvbackend::Isa::avx2 ? kvbackend::implement<&kvbackend::avx2::op>(m, #op)   \
-                                             : kvbackend::implement<&kvbackend::plain::op>(m, #op)
-#define KVBACKEND_DECLARE_BF16(op)          \
-  namespace kvbackend::avx512_bf16 {        \
-  extern decltype(kvbackend::plain::op) op; \
-  }
-#define KVBACKEND_IMPL_BF16(m, op)                                                                            \
-  kvbackend::isa() >= kvbackend::Isa::avx512_bf16 ? kvbackend::implement<&kvbackend::avx512_bf16::op>(m, #op) \
-                                                  : KVBACKEND_IMPL(m, op)
+// What this build holds besides plain (setup.py): KVBACKEND_AVX2 for avx2, KVBACKEND_AVX512 for the other two.
+#if defined(KVBACKEND_AVX2)
+#define KVBACKEND_IF_AVX2(...) __VA_ARGS__
 #else
-#define KVBACKEND_DECLARE_VARIANTS(op)
-#define KVBACKEND_DECLARE_BF16(op)
-#define KVBACKEND_IMPL_BF16(m, op) KVBACKEND_IMPL(m, op)
-#define KVBACKEND_IMPL(m, op) kvbackend::implement<&kvbackend::plain::op>(m, #op)
+#define KVBACKEND_IF_AVX2(...)
+#endif
+#if defined(KVBACKEND_AVX512)
+#define KVBACKEND_IF_AVX512(...) __VA_ARGS__
+#else
+#define KVBACKEND_IF_AVX512(...)
 #endif
 
+#define KVBACKEND_DECLARE(variant, name)        \
+  namespace kvbackend::variant {                \
+  extern decltype(kvbackend::plain::name) name; \
+  }
+#define KVBACKEND_DECLARE_VARIANTS(name)           \
+  KVBACKEND_IF_AVX2(KVBACKEND_DECLARE(avx2, name)) \
+  KVBACKEND_IF_AVX512(KVBACKEND_DECLARE(avx512, name))
+
+// use(variant, name) with the variant that isa() chose.
+#define KVBACKEND_FROM(variant, use, name) kvbackend::isa() >= kvbackend::Isa::variant ? use(variant, name):
+#define KVBACKEND_CHOSEN(use, name)                      \
+  KVBACKEND_IF_AVX512(KVBACKEND_FROM(avx512, use, name)) \
+  KVBACKEND_IF_AVX2(KVBACKEND_FROM(avx2, use, name)) use(plain, name)
+#define KVBACKEND_CHOSEN_BF16(use, name) \
+  KVBACKEND_IF_AVX512(KVBACKEND_FROM(avx512_bf16, use, name)) KVBACKEND_CHOSEN(use, name)
+
 #if defined(KVBACKEND_REGISTERS)
+#define KVBACKEND_IMPLEMENT(variant, name) kvbackend::implement<&kvbackend::variant::name>(m, #name)
 #define KVBACKEND_REGISTER(op)   \
   KVBACKEND_DECLARE_VARIANTS(op) \
-  STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_IMPL(m, op); }
-#define KVBACKEND_REGISTER_BF16(op) \
-  KVBACKEND_DECLARE_VARIANTS(op)    \
-  KVBACKEND_DECLARE_BF16(op)        \
-  STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_IMPL_BF16(m, op); }
+  STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_CHOSEN(KVBACKEND_IMPLEMENT, op); }
+#define KVBACKEND_REGISTER_BF16(op)                       \
+  KVBACKEND_DECLARE_VARIANTS(op)                          \
+  KVBACKEND_IF_AVX512(KVBACKEND_DECLARE(avx512_bf16, op)) \
+  STABLE_TORCH_LIBRARY_IMPL(kvbackend_native, CPU, m) { KVBACKEND_CHOSEN_BF16(KVBACKEND_IMPLEMENT, op); }
 #else
 #define KVBACKEND_REGISTER(op)
 #define KVBACKEND_REGISTER_BF16(op)

@@ -86,31 +86,22 @@ extern double probe_products(int64_t rounds, int64_t threads) {
 #if defined(KVBACKEND_REGISTERS)
 KVBACKEND_DECLARE_VARIANTS(probe_read)
 KVBACKEND_DECLARE_VARIANTS(probe_multiply)
-#if defined(KVBACKEND_X86)
-namespace kvbackend::avx512_bf16 {
-extern double probe_products(int64_t rounds, int64_t threads);
-}
-#define KVBACKEND_CHOSEN(probe)                                           \
-  (kvbackend::isa() >= kvbackend::Isa::avx512 ? &kvbackend::avx512::probe \
-   : kvbackend::isa() == kvbackend::Isa::avx2 ? &kvbackend::avx2::probe   \
-                                              : &kvbackend::plain::probe)
-#else
-#define KVBACKEND_CHOSEN(probe) (&kvbackend::plain::probe)
-#endif
+KVBACKEND_IF_AVX512(namespace kvbackend::avx512_bf16 { extern double probe_products(int64_t rounds, int64_t threads); })
+#define KVBACKEND_ADDRESS(variant, name) &kvbackend::variant::name
 #define KVBACKEND_EXPORT extern "C" __attribute__((visibility("default")))
 
 KVBACKEND_EXPORT float kvbackend_probe_read(const char* pool, const int64_t* offsets, int64_t count,
                                             int64_t row_bytes) {
-  return KVBACKEND_CHOSEN(probe_read)(pool, offsets, count, row_bytes);
+  return (KVBACKEND_CHOSEN(KVBACKEND_ADDRESS, probe_read))(pool, offsets, count, row_bytes);
 }
 
 KVBACKEND_EXPORT double kvbackend_probe_multiply(int64_t rounds, int64_t threads) {
-  return KVBACKEND_CHOSEN(probe_multiply)(rounds, threads);
+  return (KVBACKEND_CHOSEN(KVBACKEND_ADDRESS, probe_multiply))(rounds, threads);
 }
 
 // 0 operations where the kernels multiply no bfloat16.
 KVBACKEND_EXPORT double kvbackend_probe_products(int64_t rounds, int64_t threads) {
-#if defined(KVBACKEND_X86)
+#if defined(KVBACKEND_AVX512)
   if (kvbackend::isa() >= kvbackend::Isa::avx512_bf16) return kvbackend::avx512_bf16::probe_products(rounds, threads);
 #endif
   return 0;

@@ -249,7 +249,8 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path):
     spec = changed(ASCEND_950, {"files": {"/usr/local/bin/npu-smi": '#!/bin/sh\necho $$ > "$PID_FILE"\nsleep 300\n'}})
     write(tmp_path / "root", spec)
     code = (
-        "import sys\nfrom kvbackend.doctor.host import Host\n"
+        "import signal, sys\nfrom kvbackend.doctor.host import Host\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in what a shell runs in the background
         "root = sys.argv[1]\nhost = Host(root)\n"
         "inner = host.run\nhost.run = lambda argv, **m: inner([root + argv[0], *argv[1:]], **m)\n"
         "from kvbackend.doctor.collect import collect, INTERRUPTED\n"

@@ -154,7 +154,7 @@ def main(arguments: list[str]) -> int:
         wrong.append(f"the backend names triton-ascend {TRITON_ASCEND}")
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # nothing is taken from an earlier run
-        process = start_interpreter(SERVED, out)
+        process = start_interpreter([*SERVED, *interpreted.OTHERS], out)
         with ProcessPoolExecutor(max_workers=len(TARGETS), mp_context=get_context("spawn")) as pool:
             found = dict(zip(TARGETS, pool.map(compiled, TARGETS, [calls] * len(TARGETS)), strict=True))
             others = dict(zip(TARGETS, pool.map(compiled, TARGETS, [unlisted] * len(TARGETS)), strict=True))
