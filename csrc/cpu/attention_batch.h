@@ -101,6 +101,11 @@ struct Keys {
   }
 };
 
+// Rows of a tile: of its keys [first, last), and of `heads` kv heads from `head` on.
+struct Wanted {
+  int64_t first, last, head, heads;
+};
+
 // A query attends to positions in (after, last].
 struct Bound {
   int64_t after, last;

@@ -10,15 +10,23 @@
 
 namespace kvbackend::KVBACKEND_ISA {
 
-// Rows wanted next, fetched four cache lines at a time while others are worked on. A core drops requests while too many
-// wait, so loops that wait for memory make each four times; for a line that is there it costs an instruction.
+#if defined(__AVX512F__)
+constexpr int kAsked = 4;
+#else
+constexpr int kAsked = 1;
+#endif
+
+// Rows wanted next, a cache line at a time, as evenly as the work on others goes: a core drops requests while too many
+// wait. Loops that are faster than memory ask for each line four times; for one that is there it costs an instruction.
 class Prefetcher {
  public:
   // Rows of another list follow. What is left of the last one is given up.
   void clear() {
     std::copy_n(pieces_ + count_ - kBefore, kBefore, pieces_);
-    next_ = count_ = kBefore;
-    pace_ = 1;
+    count_ = kBefore;
+    line_ = kBefore * kLines;
+    due_ = line_ << kShift;
+    pace_ = kLines << kShift;
   }
 
   void add(const void* row, int64_t bytes) {
@@ -41,25 +49,25 @@ class Prefetcher {
   }
 
   // All of the list in that many steps.
-  void finish_within(int64_t steps) { pace_ = (count_ - next_) / steps + 1; }
+  void finish_within(int64_t steps) { pace_ = (((count_ - kBefore) * kLines << kShift) + steps - 1) / steps; }
 
-  template <int kTimes = 4>
+  template <int kTimes = kAsked>
   void step() {
-    for (int64_t turn = 0; turn < pace_ && next_ < count_; ++turn, ++next_) {
+    due_ += pace_;
+    for (const uint64_t end = std::min<uint64_t>(due_ >> kShift, count_ * kLines); line_ < end; ++line_) {
 #pragma GCC unroll 4
-      for (int time = 0; time < kTimes; ++time) {
-        const char* piece = pieces_[next_ - time * kLag];
-#pragma GCC unroll 4
-        for (int64_t line = 0; line < kPiece; line += kLine) __builtin_prefetch(piece + line, 0, 2);
-      }
+      for (int time = 0; time < kTimes; ++time)
+        __builtin_prefetch(pieces_[line_ / kLines - time * kLag] + line_ % kLines * kLine, 0, 2);
     }
   }
 
  private:
-  static constexpr int64_t kPiece = 4 * kLine, kLag = 32, kBefore = 3 * kLag;
+  static constexpr int64_t kLines = 4, kPiece = kLines * kLine, kLag = 32, kBefore = 3 * kLag;
   static constexpr int64_t kMost = kBefore + 8 * kMostKeys;
-  const char* pieces_[kMost] = {};  // the last ones of the list before this one come first
-  int64_t next_ = kBefore, count_ = kBefore, pace_ = 1;
+  static constexpr int kShift = 16;  // of the lines that are due at each step
+  const char* pieces_[kMost] = {};   // the last ones of the list before this one come first
+  int64_t count_ = kBefore;
+  uint64_t line_ = kBefore * kLines, due_ = line_ << kShift, pace_ = kLines << kShift;
 };
 
 // For loops that multiply more than they read.

@@ -24,7 +24,7 @@
 //   bool in_order();                                 positions are indices within the sequence
 //   int64_t position(block, slot);                   where they are not
 //   StoredRows<T> part(keys, i);                     rows of keys, or the two parts of them, as a cache holds them
-//   void prefetch(keys, head, Prefetcher&);          names the rows that will be wanted next
+//   void prefetch(keys, Wanted, Prefetcher&);        names rows that will be wanted next
 //   bool bias(keys, head, float* out);               what is added to the logits of each key; false: nothing
 #pragma once
 
@@ -135,9 +135,9 @@ class Worker {
       look_for_runs(keys);
       for (int64_t head = 0; head < task.heads; ++head) {
         ahead_.clear();
-        const bool last = head + 1 == task.heads;
-        source_.prefetch(last ? next : keys, task.first_head + (last ? 0 : head + 1), ahead_);
-        if (tiled_ || in_place_) ahead_.finish_within(tiled_ ? steps_of(keys.count) : few_steps_of(keys.count));
+        want_next(keys, next, head, begin == task.begin);
+        if (const int64_t steps = tiled_ ? steps_of(keys.count) : steps_in_vectors(keys.count))
+          ahead_.finish_within(steps);
         score(keys, head);
         adjust(keys, head);
         function(keys, head);
@@ -167,6 +167,22 @@ class Worker {
   }
 
  private:
+  // What is fetched while one kv head of a tile is worked on: the rows of the next head. Of rows that are read in place
+  // rather a part of the next tile, as memory has it, so that a core's own prefetching helps; all heads together get
+  // through it.
+  void want_next(const Keys& keys, const Keys& next, int64_t head, bool first_tile) {
+    const int64_t heads = task_->heads, first_head = task_->first_head;
+    const bool parts = in_place_ && heads > 1, last = head + 1 == heads;
+    if (!parts || (first_tile && !last)) {
+      const Keys& tile = last ? next : keys;
+      source_.prefetch(tile, {0, tile.count, first_head + (last ? 0 : head + 1), 1}, ahead_);
+    }
+    if (!parts) return;
+    const Wanted tokens{next.count * head / heads, next.count * (head + 1) / heads, first_head, heads};
+    const Wanted one_head{0, next.count, first_head + head, 1};
+    source_.prefetch(next, source_.keys().heads_together() ? tokens : one_head, ahead_);
+  }
+
   // Where keys go that are not read in place. What rounding up adds to their rows stays 0.
   void want_keys() {
     if (tiled_) {  // bf16, two in a float
@@ -248,19 +264,20 @@ class Worker {
   bool unscaled() const { return tiled_ || paired_; }
 
   // Keys of a tile whose rows are read in place: while they are worked on and the next ones fetched, half of L2 holds
-  // the rows of all kv heads. The number depends on no batch and no thread.
+  // the rows of all kv heads of both. The number depends on no batch and no thread.
   int64_t few_keys() const {
     static const int64_t l2 = l2_bytes();
     const int64_t key =
         source_.kv_heads() * (source_.keys().row_bytes() + (value_dim_ ? source_.values().row_bytes() : 0));
-    return std::clamp(l2 / 2 / std::max<int64_t>(1, key) / 16 * 16, int64_t{16}, kTile);
+    return std::clamp(l2 / 4 / std::max<int64_t>(1, key) / 16 * 16, int64_t{16}, kTile);
   }
 
-  // What the loops over rows in place take.
-  int64_t few_steps_of(int64_t count) const {
+  // What the loops over a tile and a head take, but for the scores of many rows, which are few steps.
+  int64_t steps_in_vectors(int64_t count) const {
     const int64_t rows = std::min<int64_t>(width_, 4), keys = kAccumulators / rows;
     const int64_t columns = (value_dim_ + keys * kLanes - 1) / (keys * kLanes);
-    return (width_ / rows) * ((count + keys - 1) / keys * (dim_ / kPair) + columns * ((count + 1) / 2));
+    const int64_t scoring = width_ < kLanes ? (count + keys - 1) / keys * (dim_ / kPair) : 0;
+    return width_ / rows * (scoring + columns * ((count + 1) / 2));
   }
 
   // Scores of a tile of keys and one kv head, scaled where queries are, and not masked.

@@ -116,8 +116,13 @@ class CachedRows {
   int64_t slot_bytes() const { return slot_; }
   const char* row(int64_t offset, int64_t head) const { return data_ + offset + head * head_; }
 
-  void prefetch(const int64_t* offsets, int64_t count, int64_t head, Prefetcher& ahead) const {
-    ahead.add(row(0, head), offsets, count, row_bytes());
+  // Whether the heads of a token lie side by side, so that its rows are one.
+  bool heads_together() const { return head_ == row_bytes(); }
+
+  void prefetch(const int64_t* offsets, const Wanted& wanted, Prefetcher& ahead) const {
+    const int64_t rows = heads_together() ? wanted.heads : 1, heads = wanted.heads / std::max<int64_t>(1, rows);
+    for (int64_t head = 0; head < heads; ++head)
+      ahead.add(row(0, wanted.head + head), offsets + wanted.first, wanted.last - wanted.first, rows * row_bytes());
   }
 
   // Of a row of a head.

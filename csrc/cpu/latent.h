@@ -72,9 +72,9 @@ class LatentSource {
     return i == 0 ? StoredRows<T>{&ckv_, keys.key} : StoredRows<T>{&kpe_, keys.value};
   }
 
-  void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
-    ckv_.prefetch(keys.key, keys.count, 0, ahead);
-    kpe_.prefetch(keys.value, keys.count, 0, ahead);
+  void prefetch(const Keys& keys, const Wanted& wanted, Prefetcher& ahead) const {
+    ckv_.prefetch(keys.key, wanted, ahead);
+    kpe_.prefetch(keys.value, wanted, ahead);
   }
 
   bool bias(const Keys&, int64_t, float*) const { return false; }

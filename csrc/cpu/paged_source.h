@@ -96,9 +96,9 @@ class PagedSource {
 
   StoredRows<T> part(const Keys& keys, int) const { return {&keys_, keys.key}; }
 
-  void prefetch(const Keys& keys, int64_t head, Prefetcher& ahead) const {
-    keys_.prefetch(keys.key, keys.count, head, ahead);
-    if (values_) values_->prefetch(keys.value, keys.count, head, ahead);
+  void prefetch(const Keys& keys, const Wanted& wanted, Prefetcher& ahead) const {
+    keys_.prefetch(keys.key, wanted, ahead);
+    if (values_) values_->prefetch(keys.value, wanted, ahead);
   }
 
   bool bias(const Keys& keys, int64_t head, float* out) const {

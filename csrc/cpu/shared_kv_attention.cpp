@@ -177,8 +177,8 @@ class ListedSource {
 
   StoredRows<T> part(const Keys&, int) const { return {}; }
 
-  void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
-    for (int64_t n = 0; n < keys.count; ++n) rows_.prefetch(keys.block[n], ahead);
+  void prefetch(const Keys& keys, const Wanted& wanted, Prefetcher& ahead) const {
+    for (int64_t n = wanted.first; n < wanted.last; ++n) rows_.prefetch(keys.block[n], ahead);
   }
   bool bias(const Keys&, int64_t, float*) const { return false; }
 

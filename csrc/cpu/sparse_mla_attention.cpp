@@ -96,8 +96,8 @@ class RecordSource {
 
   StoredRows<T> part(const Keys&, int) const { return {}; }
 
-  void prefetch(const Keys& keys, int64_t /*head*/, Prefetcher& ahead) const {
-    for (int64_t n = 0; n < keys.count; ++n) ahead.add(pages_.row(0, keys.block[n], keys.slot[n]), bytes_);
+  void prefetch(const Keys& keys, const Wanted& wanted, Prefetcher& ahead) const {
+    for (int64_t n = wanted.first; n < wanted.last; ++n) ahead.add(pages_.row(0, keys.block[n], keys.slot[n]), bytes_);
   }
 
   bool bias(const Keys&, int64_t, float*) const { return false; }
