@@ -28,7 +28,6 @@ PREFIXES = (0, 7, 129, 128)
 DRAFTS = (0, 1, 5, 31)
 HEADS = (64, 32, 16)
 LONG = 100  # tokens of which an interpreter gets the last alone: it takes minutes for all
-SKIPPED = (1, 4)  # of five calls, by an interpreter; five has no factor in common with the cycles below
 TOPK = 512
 NEAR = (0, 1, TOPK - 1, TOPK, TOPK + 1)  # how many a query sees
 TWO_LEVELS = 2048 * 8  # as many keys as the first level keeps
@@ -258,7 +257,7 @@ def calls(op: str, interpreted: bool = False) -> Iterator[tuple[str, torch.dtype
         return
     sizes, make = OPS[op]
     for index, (name, call) in enumerate(sizes()):
-        if interpreted and (sum(call.get("q_lens", ())) > LONG or index % 5 in SKIPPED):
+        if interpreted and sum(call.get("q_lens", ())) > LONG:
             continue
         dtype = DTYPES[(index + index // len(DTYPES)) % len(DTYPES)]  # not the same ones with the same heads
         yield f"{name}, {str(dtype).removeprefix('torch.')}", dtype, make(dtype, **call)
