@@ -50,7 +50,8 @@ COMMON_FLAGS = [
 ]  # fmt: skip
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-BF16 = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # for the files that register such a variant
+# for the files that register such a variant
+BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"]
 if os.environ.get("KVBACKEND_EMULATE_TILES"):
     BF16.append("-DKVBACKEND_EMULATED_TILES")  # for tests only: see ci/amx_emulated.sh
 MODULE = Path("kvbackend") / f"_build{sysconfig.get_config_var('EXT_SUFFIX')}"

@@ -22,6 +22,7 @@ py::dict cpu_features() {
   features["avx2"] = cpu.avx2;
   features["avx512"] = cpu.avx512;
   features["avx512_bf16"] = cpu.avx512_bf16;
+  features["avx512_vbmi"] = cpu.avx512_vbmi;
   features["avx512_fp16"] = cpu.avx512_fp16;
   features["amx_bf16"] = cpu.amx_bf16;
   features["amx_int8"] = cpu.amx_int8;

@@ -102,14 +102,19 @@ template <int M, int N>
   constexpr int kPairs = 4 / N;
   for (int64_t pair = 0; pair < kSide; pair += kPairs) {
     __m512bh columns[kPairs][N];
+#pragma GCC unroll 4
     for (int p = 0; p < kPairs; ++p) {
+#pragma GCC unroll 4
       for (int n = 0; n < N; ++n) columns[p][n] = (__m512bh)_mm512_loadu_si512(b[n] + (pair + p) * kDepth);
     }
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const char* row = reinterpret_cast<const char*>(a + 2 * pair) + m * row_bytes;
+#pragma GCC unroll 4
       for (int p = 0; p < kPairs; ++p) {
         int32_t two;
         std::memcpy(&two, row + p * sizeof two, sizeof two);
+#pragma GCC unroll 4
         for (int n = 0; n < N; ++n)
           sums[m][n] = (Vec)_mm512_dpbf16_ps((__m512)sums[m][n], (__m512bh)_mm512_set1_epi32(two), columns[p][n]);
       }

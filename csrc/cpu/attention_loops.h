@@ -11,22 +11,23 @@
 namespace kvbackend::KVBACKEND_ISA {
 
 #if defined(__AVX512F__)
-constexpr int kAsked = 4;
+constexpr int kAsked = 4, kLinesAtOnce = 4;
 #else
-constexpr int kAsked = 1;
+constexpr int kAsked = 1, kLinesAtOnce = 1;
 #endif
 
-// Rows wanted next, a cache line at a time, as evenly as the work on others goes: a core drops requests while too many
-// wait. Loops that are faster than memory ask for each line four times; for one that is there it costs an instruction.
+// Rows wanted next, a few cache lines at a time, as evenly as the work on others goes: a core drops requests while too
+// many wait. Loops that are faster than memory ask for each line several times; where it is there already that costs
+// an instruction.
 class Prefetcher {
  public:
   // Rows of another list follow. What is left of the last one is given up.
   void clear() {
     std::copy_n(pieces_ + count_ - kBefore, kBefore, pieces_);
     count_ = kBefore;
-    line_ = kBefore * kLines;
-    due_ = line_ << kShift;
-    pace_ = kLines << kShift;
+    at_ = kBefore * kTimes;
+    due_ = at_ << kShift;
+    pace_ = kTimes << kShift;
   }
 
   void add(const void* row, int64_t bytes) {
@@ -49,25 +50,31 @@ class Prefetcher {
   }
 
   // All of the list in that many steps.
-  void finish_within(int64_t steps) { pace_ = (((count_ - kBefore) * kLines << kShift) + steps - 1) / steps; }
+  void finish_within(int64_t steps) { pace_ = (((count_ - kBefore) * kTimes << kShift) + steps - 1) / steps; }
 
-  template <int kTimes = kAsked>
+  template <int kAsk = kAsked>
   void step() {
     due_ += pace_;
-    for (const uint64_t end = std::min<uint64_t>(due_ >> kShift, count_ * kLines); line_ < end; ++line_) {
+    uint64_t at = at_;
+    const uint64_t end = std::min<uint64_t>(due_ >> kShift, count_ * kTimes);
+    for (; at < end; ++at) {
 #pragma GCC unroll 4
-      for (int time = 0; time < kTimes; ++time)
-        __builtin_prefetch(pieces_[line_ / kLines - time * kLag] + line_ % kLines * kLine, 0, 2);
+      for (int ask = 0; ask < kAsk; ++ask) {
+        const char* lines = pieces_[at / kTimes - ask * kLag] + at % kTimes * kLinesAtOnce * kLine;
+#pragma GCC unroll 4
+        for (int line = 0; line < kLinesAtOnce; ++line) __builtin_prefetch(lines + line * kLine, 0, 3);
+      }
     }
+    at_ = at;
   }
 
  private:
-  static constexpr int64_t kLines = 4, kPiece = kLines * kLine, kLag = 32, kBefore = 3 * kLag;
+  static constexpr int64_t kPiece = 4 * kLine, kTimes = kPiece / kLine / kLinesAtOnce, kLag = 32, kBefore = 3 * kLag;
   static constexpr int64_t kMost = kBefore + 8 * kMostKeys;
-  static constexpr int kShift = 16;  // of the lines that are due at each step
+  static constexpr int kShift = 16;  // of the places that are due at each step
   const char* pieces_[kMost] = {};   // the last ones of the list before this one come first
   int64_t count_ = kBefore;
-  uint64_t line_ = kBefore * kLines, due_ = line_ << kShift, pace_ = kLines << kShift;
+  uint64_t at_ = kBefore * kTimes, due_ = at_ << kShift, pace_ = kTimes << kShift;  // kTimes places a piece
 };
 
 // For loops that multiply more than they read.
@@ -240,11 +247,22 @@ void score_few(const Products& products, const typename Products::Query* queries
         for (int r = 0; r < R; ++r) sum[k * R + r] = products.add(sum[k * R + r], key, queries + r * dim + d);
       }
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < kAccumulators; i += 4) {  // four neighbours among the sums are neighbours among the scores
-      const Quad quad = sum_lanes(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
-      std::memcpy(scores + (n + i / R) * width + i % R, &quad, sizeof quad);
+    float* score = scores + n * width;  // four neighbours among the sums are neighbours among the scores
+#if defined(__AVX512F__)
+    const Vec all = sum_lanes(sum);
+    if (width == R) {
+      store(score, all);
+      continue;
     }
+    Quad quads[kAccumulators / 4];
+    std::memcpy(quads, &all, sizeof all);
+#else
+    Quad quads[kAccumulators / 4];
+#pragma GCC unroll 4
+    for (int i = 0; i < kAccumulators; i += 4) quads[i / 4] = sum_lanes(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+#endif
+#pragma GCC unroll 4
+    for (int i = 0; i < kAccumulators; i += 4) std::memcpy(score + i / R * width + i % R, &quads[i / 4], sizeof(Quad));
   }
 }
 
@@ -375,10 +393,24 @@ void with_rows_at_once(int64_t width, F&& function) {
 }
 
 // rows [count, width] of a tile, each times its key's factor.
-inline void multiply_keys(float* rows, int64_t count, int64_t width, const float* factors) {
+template <class Some>
+void multiply_keys_by(float* rows, int64_t count, int64_t width, const float* factors) {
+  constexpr int64_t kSome = sizeof(Some) / sizeof(float);
   for (int64_t n = 0; n < count; ++n) {
-    for (int64_t row = 0; row < width; ++row) rows[n * width + row] *= factors[n];
+    const Some factor = factors[n] - Some{};
+    for (int64_t row = 0; row < width; row += kSome) {
+      Some some;
+      std::memcpy(&some, rows + n * width + row, sizeof some);
+      some *= factor;
+      std::memcpy(rows + n * width + row, &some, sizeof some);
+    }
   }
+}
+
+inline void multiply_keys(float* rows, int64_t count, int64_t width, const float* factors) {
+  if (width % kLanes == 0) return multiply_keys_by<Vec>(rows, count, width, factors);
+  if (width % 4 == 0) return multiply_keys_by<Quad>(rows, count, width, factors);
+  multiply_keys_by<float>(rows, count, width, factors);
 }
 
 // Scores of `count` keys become weights, after they are multiplied with `scale`; peak and total of each row are brought

@@ -39,32 +39,17 @@ template <class F>
 
 constexpr int kSums = 16;  // that vectors keep in registers
 
-// Takes one step in `blocks` calls, the first of them in turn `which`.
-class SomeSteps {
- public:
-  SomeSteps(int64_t which, int64_t blocks) : left_(which), blocks_(blocks) {}
-  template <class Ahead>
-  void step(Ahead& ahead) {
-    if (left_-- > 0) return;
-    ahead.step();
-    left_ = blocks_ - 1;
-  }
-
- private:
-  int64_t left_, blocks_;
-};
-
-// Scores of K x 16 keys from `group` on for R strips, some keys at a time.
+// Scores of K x 16 keys from `group` on for R strips, some keys at a time. Of one strip, which is soon done, the next
+// rows are asked for at all of them.
 template <int K, int R, class Ahead>
 void score_in_vectors(const KeyTiles& keys, int first, int last, int64_t group, const bf16* queries, int64_t dim,
                       float* scores, Ahead& ahead) {
   constexpr int kKeys = kSums / R;
   for (int64_t n = 0; n < K * kSide; n += kKeys) {
     const int64_t side = group + n / kSide, row = n % kSide;
-    SomeSteps steps(n / kKeys, K * kSide / kKeys);
     Vec sums[kKeys][R] = {};
     each_depth(keys, first, last, [&](const KeyTiles::Part& part, int64_t d, int64_t at) {
-      steps.step(ahead);
+      if (R == 1 || n == 0) ahead.step();
       const bf16* strips[R];
       for (int r = 0; r < R; ++r) strips[r] = queries + r * kSide * dim + at * kSide;
       const int64_t row_bytes = part.row_bytes[side];
@@ -110,24 +95,20 @@ void score_head(const KeyTiles& keys, int first, int last, int64_t count, const 
     score_one(keys, first, last, group, queries + whole * dim, dim, scores + whole * kMostKeys, ahead);
 }
 
-constexpr int64_t kPackStep = 8;  // values that are packed until the next rows are asked for
-
-// Rows of values as B tiles [count / 32, dims / 16]. The unpacking leaves the columns of each two tiles in an order of
-// its own, which unpack_sums undoes. Rows past count become 0.
-template <class Ahead>
-void pack_values(const bf16* const* rows, int64_t dims, int64_t count, bf16* out, Ahead& ahead) {
-  for (int64_t first = 0; first < count; first += kDepth) {
-    for (int64_t i = 0; i < kDepth; i += 2) {
-      if (i % kPackStep == 0) ahead.step();
-      const int64_t n = first + i;
-      const __mmask32 has_a = n < count ? ~0u : 0, has_b = n + 1 < count ? ~0u : 0;
-      const bf16 *a = rows[n], *b = rows[n + 1];
-      bf16* tiles = out + first * dims + i * kSide;
-      for (int64_t d = 0; d < dims; d += kDepth, tiles += 2 * kTileNumbers) {
-        const __m512i x = _mm512_maskz_loadu_epi16(has_a, a + d), y = _mm512_maskz_loadu_epi16(has_b, b + d);
-        _mm512_storeu_si512(tiles, _mm512_maskz_unpacklo_epi16(~0u, x, y));
-        _mm512_storeu_si512(tiles + kTileNumbers, _mm512_maskz_unpackhi_epi16(~0u, x, y));
-      }
+// C tiles of columns, from dim d on, of rows of values: as B tiles [count / 32, C]. The unpacking leaves the columns of
+// each two tiles in an order of its own, which unpack_sums undoes. Rows past count become 0.
+template <int C>
+void pack_values(const bf16* const* rows, int64_t d, int64_t count, bf16* out) {
+  for (int64_t n = 0; n < round_up(count, kDepth); n += 2) {
+    const __mmask32 has_a = n < count ? ~0u : 0, has_b = n + 1 < count ? ~0u : 0;
+    const bf16 *a = rows[n] + d, *b = rows[n + 1] + d;
+    bf16* tiles = out + n / kDepth * C * kTileNumbers + n % kDepth * kSide;
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c += 2, tiles += 2 * kTileNumbers) {
+      const __m512i x = _mm512_maskz_loadu_epi16(has_a, a + c * kSide);
+      const __m512i y = _mm512_maskz_loadu_epi16(has_b, b + c * kSide);
+      _mm512_storeu_si512(tiles, _mm512_maskz_unpacklo_epi16(~0u, x, y));
+      _mm512_storeu_si512(tiles + kTileNumbers, _mm512_maskz_unpackhi_epi16(~0u, x, y));
     }
   }
 }
@@ -167,22 +148,21 @@ inline void decay_sums(float* sums, int64_t dims, const float* decay) {
   for (int64_t i = 0; any && i < dims; ++i) store(sums + i * kSide, load(sums + i * kSide) * decay[i % kSide]);
 }
 
-// sums += weights * values, of R strips x C tiles of columns: some rows at a time, while the keys go by.
+// sums += weights * values, of R strips x C packed tiles of columns: some rows at a time, while the keys go by.
 template <int R, int C, class Ahead>
 void weigh_in_vectors(const bf16* weights, const bf16* values, int64_t count, int64_t dims, float* sums, Ahead& ahead) {
   constexpr int kRowsAtOnce = kSums / C;
   for (int64_t row = 0; row < R * kSide; row += kRowsAtOnce) {
     const int64_t strip = row / kSide, first = row % kSide;
     const auto sum = [&](int m, int c) { return sums + strip * kSide * dims + (c * kSide + first + m) * kSide; };
-    SomeSteps steps(row / kRowsAtOnce, R * kSide / kRowsAtOnce);
     Vec found[kRowsAtOnce][C];
     for (int m = 0; m < kRowsAtOnce; ++m) {
       for (int c = 0; c < C; ++c) found[m][c] = load(sum(m, c));
     }
     for (int64_t n = 0; n < count; n += kDepth) {
-      steps.step(ahead);
+      if (C == 4 || row == 0) ahead.step();
       const bf16* columns[C];
-      for (int c = 0; c < C; ++c) columns[c] = values + n * dims + c * kTileNumbers;
+      for (int c = 0; c < C; ++c) columns[c] = values + (n / kDepth * C + c) * kTileNumbers;
       multiply(found, weights + (strip * kMostKeys + n) * kSide + first * kDepth, 64, columns);
     }
     for (int m = 0; m < kRowsAtOnce; ++m) {
@@ -200,31 +180,35 @@ void weigh_in_tiles(const bf16* weights, const bf16* values, int64_t count, int6
     ahead.step();
     each<R>([&](auto r) { tile_load<4 + r>(weights + (r * kMostKeys + n) * kSide, 64); });
     each<C>([&](auto c) {
-      tile_load<6 + c % 2>(values + n * dims + c * kTileNumbers, 64);
+      tile_load<6 + c % 2>(values + (n / kDepth * C + c) * kTileNumbers, 64);
       each<R>([&](auto r) { tile_multiply<r * C + c, 4 + r, 6 + c % 2>(); });
     });
   }
   each<R>([&](auto r) { each<C>([&](auto c) { tile_store<r * C + c>(sum(r, c), 64); }); });
 }
 
-// All columns of a head: packed weights [strips, kMostKeys / 32], packed values, sums. A few tiles of columns stay in
-// L1 for all rows.
+constexpr int64_t kPackedValues = 4 * kMostKeys * kSide;  // numbers: what weigh_head packs at once
+
+// All columns of a head: packed weights [strips, kMostKeys / 32], rows of values, sums. A few tiles of columns are
+// packed and stay in L1 for all rows.
 template <class Ahead>
-void weigh_head(const bf16* weights, int64_t width, const bf16* values, int64_t count, int64_t dims, float* sums,
-                Ahead& ahead) {
+void weigh_head(const bf16* weights, int64_t width, const bf16* const* rows, int64_t count, int64_t dims, float* sums,
+                bf16* packed, Ahead& ahead) {
   const auto weigh_wide = has_tiles() ? weigh_in_tiles<1, 4, Ahead> : weigh_in_vectors<1, 4, Ahead>;
   const auto weigh_two = has_tiles() ? weigh_in_tiles<2, 2, Ahead> : weigh_in_vectors<2, 2, Ahead>;
   const auto weigh_one = has_tiles() ? weigh_in_tiles<1, 2, Ahead> : weigh_in_vectors<1, 2, Ahead>;
   int64_t d = 0;
-  for (; width == kSide && d + 2 * kDepth <= dims; d += 2 * kDepth)
-    weigh_wide(weights, values + d * kDepth, count, dims, sums + d * kSide, ahead);
+  for (; width == kSide && d + 2 * kDepth <= dims; d += 2 * kDepth) {
+    pack_values<4>(rows, d, count, packed);
+    weigh_wide(weights, packed, count, dims, sums + d * kSide, ahead);
+  }
   for (; d < dims; d += kDepth) {
-    const bf16* columns = values + d * kDepth;
+    pack_values<2>(rows, d, count, packed);
     const auto at = [&](int64_t row) { return sums + row * dims + d * kSide; };
     int64_t row = 0;
     for (; row + 2 * kSide <= width; row += 2 * kSide)
-      weigh_two(weights + row * kMostKeys, columns, count, dims, at(row), ahead);
-    if (row < width) weigh_one(weights + row * kMostKeys, columns, count, dims, at(row), ahead);
+      weigh_two(weights + row * kMostKeys, packed, count, dims, at(row), ahead);
+    if (row < width) weigh_one(weights + row * kMostKeys, packed, count, dims, at(row), ahead);
   }
 }
 

@@ -56,6 +56,7 @@ constexpr bool kTiles = std::is_same_v<T, bf16>;
 template <class T>
 constexpr bool kTiles = false;
 constexpr int64_t kSide = kLanes;  // rows of a strip
+constexpr int64_t kPackedValues = 0;
 #endif
 
 // What a thread needs to work on tasks, one after the other. KeyPages says where a sequence's keys are, as Pages does.
@@ -200,7 +201,7 @@ class Worker {
   // No value seen yet; and where values go that are not read in place.
   void start_sums() {
     if (tiled_) {
-      packed_values_.want(kMostKeys * value_dim_ / 2);
+      packed_values_.want(kPackedValues / 2);
       packed_weights_.want(kMostKeys * kRows / 2);
       if (!Source::kValuesAreKeys) want_rows(tile_values_, kMostKeys * value_dim_ / 2, source_.value_dim());
     } else if (!in_place_ && !Source::kValuesAreKeys) {
@@ -400,8 +401,7 @@ class Worker {
   }
 
   void load_factors(const CachedRows<T>& rows, const Keys& keys, int64_t head) {
-    for (int64_t n = 0; n < keys.count; ++n)
-      factors_[n] = rows.factor(keys.block[n], keys.slot[n], task_->first_head + head);
+    rows.load_factors(keys, task_->first_head + head, factors_);
   }
 
 #if defined(__AVX512BF16__)
@@ -478,7 +478,8 @@ class Worker {
     const int64_t groups = (count + kSide - 1) / kSide, pairs = std::max<int64_t>(1, width_ / kSide / 2);
     const int64_t blocks = width_ == kSide ? (groups + 3) / 4 : pairs * ((groups + 1) / 2);
     const int64_t columns = width_ == kSide ? value_dim_ / kDepth / 2 : pairs * value_dim_ / kDepth;
-    return blocks * dim_ / kDepth + columns * ((count + kDepth - 1) / kDepth) + (value_dim_ ? count / kPackStep : 0);
+    return (blocks * dim_ / kDepth + columns * ((count + kDepth - 1) / kDepth)) *
+           (has_tiles() || width_ > kSide ? 1 : 4);
   }
 
   void score_tiled(const Keys& keys, int64_t head) {
@@ -513,7 +514,7 @@ class Worker {
   // Weights are rounded to bf16.
   void weigh_tiled(const Keys& keys, int64_t head) {
     multiply_strips(Source::kValuesAreKeys ? source_.keys() : source_.values(), keys, head);
-    bf16 *weights = as_bf16(packed_weights_), *values = as_bf16(packed_values_);
+    bf16* weights = as_bf16(packed_weights_);
     float* sums = sums_ + head * width_ * value_dim_;
     strips([&](const float* scores, int64_t, int64_t first) {
       pack_weights(scores, keys.count, weights + first * kMostKeys);
@@ -522,8 +523,7 @@ class Worker {
     const bf16* rows[kMostKeys];
     find_values(keys, head, rows);
     FetchOnce ahead{ahead_};
-    pack_values(rows, value_dim_, keys.count, values, ahead);
-    weigh_head(weights, width_, values, keys.count, value_dim_, sums, ahead);
+    weigh_head(weights, width_, rows, keys.count, value_dim_, sums, as_bf16(packed_values_), ahead);
   }
 
   void find_values(const Keys& keys, int64_t head, const bf16** rows) {

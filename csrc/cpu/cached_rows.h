@@ -132,8 +132,9 @@ class CachedRows {
   // same for all rows of a head, or for each row its own.
   bool has_factor() const { return format_ && factored() && (format_->per != Per::group || format_->global_scale); }
   bool factor_of_head() const { return format_->per != Per::token_head; }
-  float factor(int64_t block, int64_t slot, int64_t head) const {
-    return grouped() ? global_ : scales_->float_at(scales_->offset(block, slot, head));
+  void load_factors(const Keys& keys, int64_t head, float* out) const {
+    if (grouped()) return void(std::fill_n(out, keys.count, global_));
+    scales_->read_floats(keys.block, keys.slot, keys.count, head, out);
   }
 
   // The row at `offset`; `block`, `slot` and `head` say whose scales it has. exact_bf16 is for T of bf16 only. What is

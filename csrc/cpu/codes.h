@@ -221,6 +221,40 @@ inline Vec load(const e4m3* from) {
 }
 
 #if defined(__AVX512F__)
+#if defined(__AVX512VBMI__)
+// The two bytes of each magnitude as bfloat16.
+struct E4M3Bytes {
+  alignas(64) uint8_t low[128] = {}, high[128] = {};
+  constexpr E4M3Bytes() {
+    for (int magnitude = 0; magnitude < 128; ++magnitude) {
+      int bits = (120 << 7) + (magnitude << 4);
+      for (int lead = 0; lead < 3; ++lead) {  // below 8 they are subnormal: multiples of 2^-9
+        if (magnitude >> lead == 1) bits = ((118 + lead) << 7) + ((magnitude << (7 - lead)) & 0x7f);
+      }
+      if (magnitude == 0) bits = 0;
+      if (magnitude == 0x7f) bits = 0x7fc0;
+      low[magnitude] = static_cast<uint8_t>(bits);
+      high[magnitude] = static_cast<uint8_t>(bits >> 8);
+    }
+  }
+};
+inline constexpr E4M3Bytes kE4M3Bytes;
+
+// kPair codes as bfloat16: both bytes of each are looked up by its magnitude.
+inline BitVec load_halves(const e4m3* from) {
+  alignas(64) static constexpr uint8_t kTwice[64] = {0,  0,  1,  1,  2,  2,  3,  3,  4,  4,  5,  5,  6,  6,  7,  7,
+                                                     8,  8,  9,  9,  10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15,
+                                                     16, 16, 17, 17, 18, 18, 19, 19, 20, 20, 21, 21, 22, 22, 23, 23,
+                                                     24, 24, 25, 25, 26, 26, 27, 27, 28, 28, 29, 29, 30, 30, 31, 31};
+  constexpr __mmask64 kLow = 0x5555555555555555, kHigh = ~kLow;
+  const auto table = [](const uint8_t* bytes) { return _mm512_load_si512(bytes); };
+  const __m512i bytes = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  const __m512i code = _mm512_maskz_permutexvar_epi8(~0ull, table(kTwice), bytes);
+  const __m512i high = _mm512_mask2_permutex2var_epi8(table(kE4M3Bytes.high), code, kHigh, table(kE4M3Bytes.high + 64));
+  const __m512i both = _mm512_mask2_permutex2var_epi8(table(kE4M3Bytes.low), high, kLow, table(kE4M3Bytes.low + 64));
+  return (BitVec)_mm512_ternarylogic_epi32(both, code, _mm512_set1_epi32(0x80008000), 0xf8);  // and its sign
+}
+#else
 // The magnitudes 0 to 7, which are subnormal, as bfloat16, and 127, by its low bits.
 alignas(64) inline constexpr uint16_t kRareE4M3[32] = {
     0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60, 0, 0, 0, 0, 0, 0, 0, 0,
@@ -238,6 +272,7 @@ inline BitVec load_halves(const e4m3* from) {
   const __m512i found = _mm512_mask_permutexvar_epi16(normal, rare, magnitude, table);
   return (BitVec)found | ((BitVec)codes & 0x80008000);
 }
+#endif
 
 inline void load_pair(const e4m3* from, Vec& first, Vec& second) {
   const BitVec halves = load_halves(from);

@@ -271,7 +271,7 @@ void score_side_in_vectors(const bf16* queries, int64_t dim, const bf16* keys, i
   for (int64_t n = 0; n < kSide; n += kKeys) {
     Vec sums[kKeys][R] = {};
     for (int64_t d = 0; d < dim; d += kDepth) {
-      if (n == 0) ahead.step();
+      ahead.step();
       const bf16* strips[R];
       for (int r = 0; r < R; ++r) strips[r] = queries + r * kSide * dim + d * kSide;
       multiply(sums, keys + n * stride + d, key_bytes, strips);
@@ -410,12 +410,24 @@ class IndexWorker {
     std::copy_n(all_weights_.data() + token * heads_, heads_, weights_ + i * width_);
   }
 
+  // What the loops over one query and a tile of keys take.
+  int64_t steps_of([[maybe_unused]] int64_t count) const {
+    const int64_t strips = width_ / kLanes;
+#if defined(__AVX512BF16__)
+    if constexpr (kTiles<T>) {
+      const int64_t some = has_tiles() ? (strips + 3) / 4 : strips + (strips % 4 == 3);
+      return (count + kSide - 1) / kSide * some * (dim_ / kDepth);
+    }
+#endif
+    return strips * (dim_ / 32);
+  }
+
   void prefetch(const KeyTile& tile, int64_t queries) {
     ahead_.clear();
     for (int64_t n = 0; n < tile.count; ++n) {
       if (tile.there[n]) keys_.prefetch(tile.block[n], tile.slot[n], ahead_);
     }
-    ahead_.finish_within(std::max<int64_t>(1, queries * (width_ / kLanes) * (dim_ / 32)));
+    ahead_.finish_within(std::max<int64_t>(1, queries * steps_of(tile.count)));
   }
 
   // Scores of a tile for one query; -inf where there is no key.
@@ -449,9 +461,10 @@ class IndexWorker {
 
   void score_heads(const float* queries, int64_t head, const Side& side, float* out) {
     const bf16* packed = reinterpret_cast<const bf16*>(queries) + head * dim_;
+    FetchOnce once{ahead_};
     const auto score = [&](auto r) {
-      (has_tiles() ? score_side_in_tiles<r, Prefetcher>
-                   : score_side_in_vectors<r, Prefetcher>)(packed, dim_, side.keys, side.stride, out, ahead_);
+      (has_tiles() ? score_side_in_tiles<r, FetchOnce> : score_side_in_vectors<r, FetchOnce>)(packed, dim_, side.keys,
+                                                                                              side.stride, out, once);
     };
     switch (std::min(kHeads, width_ - head) / kSide) {
       case 1:

@@ -32,7 +32,7 @@ bool has_tiles(const CpuFeatures& cpu) {
 Isa best() {
   [[maybe_unused]] const CpuFeatures cpu = cpu_features();
 #if defined(KVBACKEND_AVX512)
-  if (cpu.avx512_bf16) return has_tiles(cpu) ? Isa::amx : Isa::avx512_bf16;
+  if (cpu.avx512_bf16 && cpu.avx512_vbmi) return has_tiles(cpu) ? Isa::amx : Isa::avx512_bf16;
   if (cpu.avx512) return Isa::avx512;
 #endif
 #if defined(KVBACKEND_AVX2)

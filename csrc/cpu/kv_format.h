@@ -184,8 +184,11 @@ class Scales {
     for (int64_t i = 0; i < size; i += kLanes) store(out + i, load(reinterpret_cast<const e4m3*>(bytes) + i));
   }
 
-  // One scale of those that are float32.
-  float float_at(int64_t offset) const { return reinterpret_cast<const float*>(data_)[offset]; }
+  // Of rows with one scale of float32: those of `count` rows.
+  void read_floats(const int64_t* block, const int64_t* token, int64_t count, int64_t head, float* out) const {
+    const float* of_head = reinterpret_cast<const float*>(data_) + head * head_;
+    for (int64_t n = 0; n < count; ++n) out[n] = of_head[block[n] * block_ + token[n] * token_];
+  }
 
   // Store the scales of a row: numbers of their dtype that follow each other, and the minimums that come with them.
   void write(int64_t offset, const void* scales, const fp16* lows) const {

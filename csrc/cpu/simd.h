@@ -178,11 +178,16 @@ inline Vec mix_quads(Vec a, Vec b) {
   return mix_quads<Order...>(a, b, std::make_integer_sequence<int, kLanes>{});
 }
 
-// The sums over the lanes of each of four vectors.
-inline Quad sum_lanes(Vec a, Vec b, Vec c, Vec d) {
+// Of four vectors: each 4 lanes of the result have a part of their four sums, that of the same lanes.
+inline Vec sum_quads(Vec a, Vec b, Vec c, Vec d) {
   const Vec ab = mix_quads<0, 4, 1, 5>(a, b) + mix_quads<2, 6, 3, 7>(a, b);
   const Vec cd = mix_quads<0, 4, 1, 5>(c, d) + mix_quads<2, 6, 3, 7>(c, d);
-  const Vec quads = mix_quads<0, 1, 4, 5>(ab, cd) + mix_quads<2, 3, 6, 7>(ab, cd);
+  return mix_quads<0, 1, 4, 5>(ab, cd) + mix_quads<2, 3, 6, 7>(ab, cd);
+}
+
+// The sums over the lanes of each of four vectors.
+inline Quad sum_lanes(Vec a, Vec b, Vec c, Vec d) {
+  const Vec quads = sum_quads(a, b, c, d);
   Quad parts[kLanes / 4];
   std::memcpy(parts, &quads, sizeof quads);
   for (int half = kLanes / 8; half > 0; half /= 2) {
@@ -190,6 +195,22 @@ inline Quad sum_lanes(Vec a, Vec b, Vec c, Vec d) {
   }
   return parts[0];
 }
+
+#if defined(__AVX512F__)
+// The same of 16 vectors.
+inline Vec sum_lanes(const Vec (&v)[16]) {
+  __m512 quads[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) quads[i] = (__m512)sum_quads(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+  const auto halves = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_maskz_shuffle_f32x4(0xffff, a, b, 0x44),
+                         _mm512_maskz_shuffle_f32x4(0xffff, a, b, 0xee));
+  };
+  const __m512 low = halves(quads[0], quads[1]), high = halves(quads[2], quads[3]);
+  return (Vec)_mm512_add_ps(_mm512_maskz_shuffle_f32x4(0xffff, low, high, 0x88),
+                            _mm512_maskz_shuffle_f32x4(0xffff, low, high, 0xdd));
+}
+#endif
 
 // -------------------------------------------------------------------------------------------------------- functions
 

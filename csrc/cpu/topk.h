@@ -49,7 +49,7 @@ inline int64_t keep_above(float floor, const float* scores, int64_t count, int32
 
 class Best {
  public:
-  explicit Best(int64_t k) : k_(k), room_(k + std::max<int64_t>(512, k / 4)) {}
+  explicit Best(int64_t k) : k_(k), room_(k + std::max<int64_t>(512, k / 2)) {}
 
   // Nothing added yet. What is not above `floor` is dropped at once.
   void start(float floor = kNever) {
@@ -139,8 +139,54 @@ class Best {
     return n;
   }
 
-  // The k-th greatest key, digit by digit, among those that share the digits found so far; `wanted` becomes how many
-  // of that key are among the k.
+  // The k-th greatest key; `wanted` becomes how many of that key are among the k.
+#if defined(__AVX512F__)
+  // Bit by bit: how many keys are not below it with that bit set. Those that the upper bits tell apart are dropped.
+  uint32_t find(int64_t& wanted) {
+    constexpr int kUpper = 20;
+    members_.resize(room_ + kLanes);
+    const uint32_t* keys = keys_.data();
+    int64_t size = count_;
+    uint32_t found = 0;
+    for (int bit = 31; bit >= 0; --bit) {
+      const uint32_t larger = found | 1u << bit;
+      if (count_from(larger, keys, size) >= wanted) found = larger;
+      if (bit != kUpper) continue;
+      const uint32_t last = found | ((1u << kUpper) - 1);
+      if (last != ~0u) wanted -= count_from(last + 1, keys, size);
+      size = keep_between(found, last, keys, size);
+      keys = members_.data();
+    }
+    if (found != ~0u) wanted -= count_from(found + 1, keys, size);
+    return found;
+  }
+
+  static int64_t count_from(uint32_t least, const uint32_t* keys, int64_t size) {
+    const __m512i leasts = _mm512_set1_epi32(static_cast<int32_t>(least));
+    int64_t count = 0;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __mmask16 there = size - i >= kLanes ? 0xffff : (1 << (size - i)) - 1;
+      count += __builtin_popcount(_mm512_mask_cmpge_epu32_mask(there, _mm512_loadu_si512(keys + i), leasts));
+    }
+    return count;
+  }
+
+  int64_t keep_between(uint32_t first, uint32_t last, const uint32_t* keys, int64_t size) {
+    const __m512i firsts = _mm512_set1_epi32(static_cast<int32_t>(first));
+    const __m512i lasts = _mm512_set1_epi32(static_cast<int32_t>(last));
+    int64_t n = 0;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __mmask16 there = size - i >= kLanes ? 0xffff : (1 << (size - i)) - 1;
+      const __m512i key = _mm512_loadu_si512(keys + i);
+      const __mmask16 within =
+          _mm512_mask_cmple_epu32_mask(_mm512_mask_cmpge_epu32_mask(there, key, firsts), key, lasts);
+      _mm512_storeu_si512(&members_[n], _mm512_maskz_compress_epi32(within, key));
+      n += __builtin_popcount(within);
+    }
+    return n;
+  }
+#else
+  // Digit by digit, among those that share the digits found so far.
   uint32_t find(int64_t& wanted) {
     members_.resize(room_);
     const uint32_t* keys = keys_.data();
@@ -163,6 +209,7 @@ class Best {
     }
     return found;
   }
+#endif
 
   // Highest first; equal ones stay in order. Four passes over a byte each.
   void sort() {
