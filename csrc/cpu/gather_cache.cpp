@@ -53,6 +53,28 @@ class Ragged {
   std::optional<Ids> starts_;
 };
 
+// Copies one stretch of bytes after the other, each when the next is known, whose first lines are then on their way: a
+// core's own prefetching begins anew with each.
+class Stretches {
+ public:
+  void add(char* to, const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < std::min(bytes, kAhead); i += 64) __builtin_prefetch(from + i);
+    finish();
+    to_ = to, from_ = from, bytes_ = bytes;
+  }
+
+  void finish() {
+    if (bytes_ > 0) std::memcpy(to_, from_, bytes_);
+    bytes_ = 0;
+  }
+
+ private:
+  static constexpr int64_t kAhead = 4096;
+  char* to_ = nullptr;
+  const char* from_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
 // Rows as they are. Parallel over rows of the output.
 inline void copy_rows(const Tensor& cache, const Ragged& ragged, const Tensor& out) {
   const BoxCopy row(cache, 2, out, 1);
@@ -62,10 +84,11 @@ inline void copy_rows(const Tensor& cache, const Ragged& ragged, const Tensor& o
   const char* from = static_cast<const char*>(cache.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
   torch::stable::parallel_for(0, out.size(0), grain(row_bytes), [&](int64_t begin, int64_t end) {
+    Stretches stretches;
     const auto found = [&](int64_t token, int64_t count, int64_t block, int64_t slot) {
       const char* slots = from + block * block_bytes + slot * slot_bytes;
       if (dense) {
-        std::memcpy(to + token * row_bytes, slots, count * row_bytes);
+        stretches.add(to + token * row_bytes, slots, count * row_bytes);
       } else {
         for (int64_t i = 0; i < count; ++i) row(slots + i * slot_bytes, to + (token + i) * row_bytes);
       }
@@ -74,6 +97,7 @@ inline void copy_rows(const Tensor& cache, const Ragged& ragged, const Tensor& o
       std::memset(to + token * row_bytes, 0, count * row_bytes);
     };
     ragged.visit(begin, end, found, missing);
+    stretches.finish();
   });
 }
 

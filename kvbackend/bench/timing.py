@@ -21,7 +21,8 @@ from ..ops import registry
 from .limits import Limit
 
 ROUNDS = 15
-SAMPLE_US = 2000.0  # one timing covers at least this much work
+SAMPLE_US = 2000.0  # one timing covers at least this much work, by the quickest of some first calls
+FIRST_CALLS = 8  # until the heap has room for every result, whose pages the first ones fault in
 WAITED = 0.04  # a timing whose threads waited for a core for more than this share of it is taken again, twice at most
 
 
@@ -69,10 +70,8 @@ def interleaved(candidates: Mapping[str, Callable[[], Any]], rounds: int = ROUND
     """Microseconds a call, one list entry a round; every round runs all candidates in a new order."""
     loops = {}
     for name, function in candidates.items():
-        function()
-        start = time.perf_counter()
-        function()
-        loops[name] = max(1, int(SAMPLE_US * 1e-6 / max(time.perf_counter() - start, 1e-7)))
+        quickest = min(_seconds(function, 1) for _ in range(FIRST_CALLS))
+        loops[name] = max(1, int(SAMPLE_US * 1e-6 / max(quickest, 1e-7)))
     times: dict[str, list[float]] = {name: [] for name in candidates}
     order, shuffle = list(candidates), random.Random(0)
     for _ in range(rounds):
@@ -86,14 +85,18 @@ def _undisturbed(function: Callable[[], Any], count: int) -> float:
     """Microseconds of one of `count` calls: of up to three timings the one whose threads waited least for a core."""
     best = (float("inf"), 0.0)
     for _ in range(3):
-        waited, start = _waited_ns(), time.perf_counter()
-        for _ in range(count):
-            function()
-        took = time.perf_counter() - start
+        waited, took = _waited_ns(), _seconds(function, count)
         best = min(best, ((_waited_ns() - waited) * 1e-9 / took, took / count * 1e6))
         if best[0] <= WAITED * torch.get_num_threads():
             break
     return best[1]
+
+
+def _seconds(function: Callable[[], Any], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        function()
+    return time.perf_counter() - start
 
 
 def _waited_ns() -> int:
