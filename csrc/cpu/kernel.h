@@ -4,8 +4,8 @@
 // naming the namespace that the code then lives in: plain, avx2, avx512. So the same loops exist several times,
 // vectorized differently, and nothing compiled for a newer CPU can be reached on an older one. Only the plain build
 // registers the op, with the variant that isa() chose when the library was loaded: KVBACKEND_REGISTER(op), last in the
-// file. A file that ends in KVBACKEND_REGISTER_BF16(op) is compiled a fourth time, as avx512_bf16, which means VBMI too:
-// products of bfloat16, in AMX tiles where the CPU has them (amx.h).
+// file. A file that ends in KVBACKEND_REGISTER_BF16(op) is compiled a fourth time, as avx512_bf16: products of
+// bfloat16, in AMX tiles where the CPU has them (amx.h). Such a CPU has VBMI too.
 #pragma once
 
 #include <algorithm>

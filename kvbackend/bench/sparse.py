@@ -1,13 +1,14 @@
 """Ops that select and attend to selected tokens, at the sizes of DeepSeek-V3.2, beside torch or the dense kernel.
 
-Each case has one peer that does the same work: `torch.topk`; torch's matmul over gathered keys, in buffers that exist
-already; scores as a matrix and then `torch.topk`; and mla_attention over as many tokens as were selected. Pages come
-from memory: each call takes the next of several block tables or selections.
+Peers that do the same work: `torch.topk`; torch's matmul over gathered keys, in buffers that exist already; its scores
+or ours as a matrix and then `torch.topk`; and mla_attention over as many tokens as were selected. Pages come from
+memory: each call takes the next of several block tables or selections.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..ops import registry
 from ..ops._samples import Maker
+from . import peers
 from .limits import matrix_limit
 from .timing import Case
 
@@ -61,21 +63,28 @@ def _indexed(make: Maker, pages: Tensor, queries: int, context: int) -> list[dic
     return [dict(key_cache=pages, **asked, **batch) for batch in _batch(make, pages, queries, context)]
 
 
+def _torch_logits(pages: Tensor, context: int) -> Callable[[dict[str, Any]], Tensor]:
+    """Scores of all queries by torch, over copies of the keys in buffers that exist already."""
+    keys = pages.new_empty(context // BLOCK_SIZE, BLOCK_SIZE, INDEX_DIM)
+    of_heads = pages.new_empty(context, INDEX_HEADS)
+
+    def run(call: dict[str, Any]) -> Tensor:
+        torch.index_select(pages, 0, call["block_table"][0], out=keys)
+        rows, found = keys.view(-1, INDEX_DIM), []
+        for q, weights in zip(call["q"], call["weights"].bfloat16(), strict=True):
+            torch.matmul(rows, q.t(), out=of_heads)
+            found.append(torch.mv(of_heads.relu_(), weights))
+        return torch.stack(found)
+
+    return run
+
+
 def logits(make: Maker, *, others: bool) -> Iterator[Case]:
     """indexer_logits of one query."""
     pages = _pages(make, INDEX_DIM)
     for context in CONTEXTS:
-        calls = _indexed(make, pages, 1, context)
-        keys, scores = (
-            pages.new_empty(context // BLOCK_SIZE, BLOCK_SIZE, INDEX_DIM),
-            pages.new_empty(context, INDEX_HEADS),
-        )
-
-        def peer(call: dict[str, Any], keys: Tensor = keys, scores: Tensor = scores) -> Tensor:
-            torch.index_select(pages, 0, call["block_table"][0], out=keys)
-            torch.matmul(keys.view(-1, INDEX_DIM), call["q"][0].t(), out=scores)
-            return torch.mv(scores.relu_(), call["weights"][0].bfloat16())
-
+        calls, scored = _indexed(make, pages, 1, context), _torch_logits(pages, context)
+        peer = partial(lambda scored, call: scored(call)[0], scored)
         yield Case(
             "indexer_logits", f"1 x {context}", calls, moved_bytes=2 * INDEX_DIM * context, limit="read_gbs",
             peers={"torch, buffers given": peer},
@@ -89,12 +98,18 @@ def indexer(make: Maker, *, others: bool) -> Iterator[Case]:
         calls = _indexed(make, pages, queries, CONTEXTS[0])
         scored = registry["indexer_logits"].resolve(**calls[0])
 
-        def peer(call: dict[str, Any], scored: Callable[..., Tensor] = scored) -> Tensor:
-            return scored(**{name: value for name, value in call.items() if name != "k"}).topk(TOPK).indices
+        def ours(call: dict[str, Any], scored: Callable[..., Tensor] = scored) -> Tensor:
+            return scored(**{name: value for name, value in call.items() if name != "k"})
 
+        named: dict[str, peers.Peer] = {"our score matrix, torch.topk": partial(_best_of, ours)}
+        if others:
+            named["torch, torch.topk"] = partial(_best_of, _torch_logits(pages, CONTEXTS[0]))
         chosen = [dict(call, k=TOPK) for call in calls]
-        case = f"{queries} x {CONTEXTS[0]}"
-        yield Case("lightning_indexer", case, chosen, peers={"score matrix, torch.topk": peer})
+        yield Case("lightning_indexer", f"{queries} x {CONTEXTS[0]}", chosen, peers=named)
+
+
+def _best_of(scored: Callable[[dict[str, Any]], Tensor], call: dict[str, Any]) -> Tensor:
+    return scored(call).topk(TOPK).indices
 
 
 def attention(make: Maker, *, others: bool) -> Iterator[Case]:
