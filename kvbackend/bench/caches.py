@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,19 +106,19 @@ def copy(make: Maker, *, others: bool) -> Iterator[Case]:
 
 
 def gather(make: Maker, *, others: bool) -> Iterator[Case]:
-    """gather_cache of one sequence."""
+    """gather_cache of one sequence; torch makes its result too, or has a buffer that caches hold."""
     cache = _pool(KV_HEADS, HEAD_DIM)
     tokens = MOVED_BLOCKS * BLOCK_SIZE
     buffer = cache.new_empty(MOVED_BLOCKS, *cache.shape[1:])
     other = dict(cache=cache, cu_seqlens=make.ints([0, tokens]), num_tokens=tokens)
     calls = [dict(other, block_table=make.permutation(len(cache))[None, :MOVED_BLOCKS].int()) for _ in range(TURNS)]
 
-    def select(call: dict[str, Any]) -> Tensor:
-        return torch.index_select(cache, 0, call["block_table"][0], out=buffer).flatten(0, 1)
+    def select(call: dict[str, Any], out: Tensor | None = None) -> Tensor:
+        return torch.index_select(cache, 0, call["block_table"][0], out=out).flatten(0, 1)
 
     yield Case(
         "gather_cache", f"{MOVED_BLOCKS} blocks", calls, moved_bytes=2 * buffer.nbytes, limit="copy_gbs",
-        peers={"torch index_select(out=)": select},
+        peers={"torch index_select": select, "torch index_select(out=)": partial(select, out=buffer)},
     )  # fmt: skip
 
 
