@@ -19,6 +19,10 @@ inline uint32_t ordered(float score) {
 
 inline float from_ordered(uint32_t key) { return bits_to_float(key & 0x80000000 ? key ^ 0x80000000 : ~key); }
 
+#if defined(__AVX512F__)
+inline __mmask16 first_lanes(int64_t count) { return count >= kLanes ? 0xffff : (1 << count) - 1; }
+#endif
+
 // Those of `count` scores that exceed `floor`, with their positions, which count from `first`; returns how many. Both
 // outputs may be written to up to kLanes past that.
 inline int64_t keep_above(float floor, const float* scores, int64_t count, int32_t first, float* kept,
@@ -28,7 +32,7 @@ inline int64_t keep_above(float floor, const float* scores, int64_t count, int32
   const __m512 floors = _mm512_set1_ps(floor);
   const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (int64_t i = 0; i < count; i += kLanes) {
-    const __mmask16 there = count - i >= kLanes ? 0xffff : (1 << (count - i)) - 1;
+    const __mmask16 there = first_lanes(count - i);
     const __m512 some = _mm512_maskz_loadu_ps(there, scores + i);
     const __mmask16 above = _mm512_mask_cmp_ps_mask(there, some, floors, _CMP_GT_OQ);
     if (!above) continue;
@@ -97,9 +101,6 @@ class Best {
   }
 
  private:
-  static constexpr int kDigits[3] = {21, 10, 0};  // shifts of the key's three digits: 11, 11 and 10 bits
-  static constexpr uint32_t kDigit = 2047;
-
   // Drops all but the k best.
   void cut() {
     keys_.resize(room_ + kLanes);
@@ -115,7 +116,7 @@ class Best {
     int64_t n = 0;
 #if defined(__AVX512F__)
     for (int64_t i = 0; i < count_; i += kLanes) {
-      const __mmask16 there = count_ - i >= kLanes ? 0xffff : (1 << (count_ - i)) - 1;
+      const __mmask16 there = first_lanes(count_ - i);
       const __m512i key = _mm512_loadu_si512(&keys_[i]), leasts = _mm512_set1_epi32(static_cast<int32_t>(least));
       uint32_t tied = _mm512_mask_cmpeq_epi32_mask(there, key, leasts);
       while (__builtin_popcount(tied) > ties) tied ^= 1u << (31 - __builtin_clz(tied));
@@ -165,7 +166,7 @@ class Best {
     const __m512i leasts = _mm512_set1_epi32(static_cast<int32_t>(least));
     int64_t count = 0;
     for (int64_t i = 0; i < size; i += kLanes) {
-      const __mmask16 there = size - i >= kLanes ? 0xffff : (1 << (size - i)) - 1;
+      const __mmask16 there = first_lanes(size - i);
       count += __builtin_popcount(_mm512_mask_cmpge_epu32_mask(there, _mm512_loadu_si512(keys + i), leasts));
     }
     return count;
@@ -176,7 +177,7 @@ class Best {
     const __m512i lasts = _mm512_set1_epi32(static_cast<int32_t>(last));
     int64_t n = 0;
     for (int64_t i = 0; i < size; i += kLanes) {
-      const __mmask16 there = size - i >= kLanes ? 0xffff : (1 << (size - i)) - 1;
+      const __mmask16 there = first_lanes(size - i);
       const __m512i key = _mm512_loadu_si512(keys + i);
       const __mmask16 within =
           _mm512_mask_cmple_epu32_mask(_mm512_mask_cmpge_epu32_mask(there, key, firsts), key, lasts);
@@ -188,15 +189,17 @@ class Best {
 #else
   // Digit by digit, among those that share the digits found so far.
   uint32_t find(int64_t& wanted) {
+    constexpr int kShifts[] = {21, 10, 0};  // of digits of 11, 11 and 10 bits
+    constexpr uint32_t kDigit = 2047;
     members_.resize(room_);
     const uint32_t* keys = keys_.data();
     int64_t size = count_;
     uint32_t found = 0;
-    for (int shift : kDigits) {
-      histogram_.assign(kDigit + 1, 0);
-      for (int64_t i = 0; i < size; ++i) ++histogram_[keys[i] >> shift & kDigit];
+    for (int shift : kShifts) {
+      uint32_t histogram[kDigit + 1] = {};
+      for (int64_t i = 0; i < size; ++i) ++histogram[keys[i] >> shift & kDigit];
       uint32_t digit = kDigit;
-      for (; histogram_[digit] < wanted; --digit) wanted -= histogram_[digit];
+      for (; histogram[digit] < wanted; --digit) wanted -= histogram[digit];
       found |= digit << shift;
       int64_t n = 0;
       for (int64_t i = 0; i < size; ++i) {
@@ -231,7 +234,7 @@ class Best {
   float floor_ = kNever;
   std::vector<float> scores_;
   std::vector<int32_t> positions_;
-  std::vector<uint32_t> keys_, members_, histogram_;
+  std::vector<uint32_t> keys_, members_;
   std::vector<uint64_t> order_;
 };
 
