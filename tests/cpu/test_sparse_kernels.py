@@ -75,6 +75,13 @@ def call(
 # ------------------------------------------------------------------------------------------------- instruction sets
 
 
+def bits_at_bounds() -> Tensor:
+    """40 numbers whose upper or lower bits are all alike, or one more or less: where a search by bits ends."""
+    uppers = (0x000, 0x001, 0x3F8, 0x3F9, 0x400, 0x7F7, 0x800, 0x801, 0xBF8, 0xFF7)
+    bits = [upper << 20 | lower for upper in uppers for lower in (0, 1, 0xFFFFE, 0xFFFFF)]
+    return torch.tensor(bits).int().view(torch.float32)
+
+
 def check_this_isa(wanted: str) -> None:
     """Everything that depends on the instruction set; runs in a process of its own."""
     assert_isa(wanted)
@@ -85,12 +92,14 @@ def check_this_isa(wanted: str) -> None:
                 refused = sample == "v32_nvfp4_352" or sample.startswith("fp8 queries")
                 assert cell.status == ("refused" if refused else "pass"), f"{name} {dtype} {sample}: {cell}"
     generator = torch.Generator().manual_seed(3)
-    scores = torch.randint(-5000, 5000, (3, 40000), generator=generator).float()
-    for k in (7, 512, 2048, 30000):
-        for order in ("score", "position"):
-            want = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            want = want if order == "score" else want.sort(dim=1).values
-            assert torch.equal(kernel("topk_indices", scores=scores, k=k, order=order)[0].long(), want), (k, order)
+    ties = torch.randint(-5000, 5000, (3, 40000), generator=generator).float()
+    for scores in (ties, bits_at_bounds()[torch.randint(40, (3, 3000), generator=generator)]):
+        for k in (1, 7, 512, 2048, 2990, 30000):
+            for order in ("score", "position"):
+                want = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+                want = want if order == "score" else want.sort(dim=1).values
+                got = kernel("topk_indices", scores=scores, k=k, order=order)[0].long()[:, : scores.shape[1]]
+                assert torch.equal(got, want), (k, order)
     for dtype in DTYPES:
         for heads in (1, 16, 40, 64):
             for kv_format in KV_FORMATS:
