@@ -25,9 +25,9 @@ class Prefetcher {
   void clear() {
     std::copy_n(pieces_ + count_ - kBefore, kBefore, pieces_);
     count_ = kBefore;
-    at_ = kBefore * kTimes;
+    at_ = kBefore * kPlaces;
     due_ = at_ << kShift;
-    pace_ = kTimes << kShift;
+    pace_ = kPlaces << kShift;
   }
 
   void add(const void* row, int64_t bytes) {
@@ -50,17 +50,17 @@ class Prefetcher {
   }
 
   // All of the list in that many steps.
-  void finish_within(int64_t steps) { pace_ = (((count_ - kBefore) * kTimes << kShift) + steps - 1) / steps; }
+  void finish_within(int64_t steps) { pace_ = (((count_ - kBefore) * kPlaces << kShift) + steps - 1) / steps; }
 
   template <int kAsk = kAsked>
   void step() {
     due_ += pace_;
     uint64_t at = at_;
-    const uint64_t end = std::min<uint64_t>(due_ >> kShift, count_ * kTimes);
+    const uint64_t end = std::min<uint64_t>(due_ >> kShift, count_ * kPlaces);
     for (; at < end; ++at) {
 #pragma GCC unroll 4
       for (int ask = 0; ask < kAsk; ++ask) {
-        const char* lines = pieces_[at / kTimes - ask * kLag] + at % kTimes * kLinesAtOnce * kLine;
+        const char* lines = pieces_[at / kPlaces - ask * kLag] + at % kPlaces * kLinesAtOnce * kLine;
 #pragma GCC unroll 4
         for (int line = 0; line < kLinesAtOnce; ++line) __builtin_prefetch(lines + line * kLine, 0, 3);
       }
@@ -69,12 +69,13 @@ class Prefetcher {
   }
 
  private:
-  static constexpr int64_t kPiece = 4 * kLine, kTimes = kPiece / kLine / kLinesAtOnce, kLag = 32, kBefore = 3 * kLag;
+  static constexpr int64_t kPiece = 4 * kLine, kLag = 32, kBefore = 3 * kLag;
+  static constexpr int64_t kPlaces = kPiece / kLine / kLinesAtOnce;  // of a piece: what is asked for at once
   static constexpr int64_t kMost = kBefore + 8 * kMostKeys;
   static constexpr int kShift = 16;  // of the places that are due at each step
   const char* pieces_[kMost] = {};   // the last ones of the list before this one come first
   int64_t count_ = kBefore;
-  uint64_t at_ = kBefore * kTimes, due_ = at_ << kShift, pace_ = kTimes << kShift;  // kTimes places a piece
+  uint64_t at_ = kBefore * kPlaces, due_ = at_ << kShift, pace_ = kPlaces << kShift;
 };
 
 // For loops that multiply more than they read.

@@ -131,7 +131,6 @@ class CachedRows {
   // What a row's numbers are to be multiplied with beyond what an exact load and with_rows make of them: nothing, the
   // same for all rows of a head, or for each row its own.
   bool has_factor() const { return format_ && factored() && (format_->per != Per::group || format_->global_scale); }
-  bool factor_of_head() const { return format_->per != Per::token_head; }
   void load_factors(const Keys& keys, int64_t head, float* out) const {
     if (grouped()) return void(std::fill_n(out, keys.count, global_));
     scales_->read_floats(keys.block, keys.slot, keys.count, head, out);

@@ -461,10 +461,10 @@ class IndexWorker {
 
   void score_heads(const float* queries, int64_t head, const Side& side, float* out) {
     const bf16* packed = reinterpret_cast<const bf16*>(queries) + head * dim_;
-    FetchOnce once{ahead_};
     const auto score = [&](auto r) {
-      (has_tiles() ? score_side_in_tiles<r, FetchOnce> : score_side_in_vectors<r, FetchOnce>)(packed, dim_, side.keys,
-                                                                                              side.stride, out, once);
+      if (has_tiles()) return score_side_in_tiles<r>(packed, dim_, side.keys, side.stride, out, ahead_);
+      FetchOnce once{ahead_};
+      score_side_in_vectors<r>(packed, dim_, side.keys, side.stride, out, once);
     };
     switch (std::min(kHeads, width_ - head) / kSide) {
       case 1:

@@ -22,7 +22,7 @@ from .limits import Limit
 
 ROUNDS = 15
 SAMPLE_US = 2000.0  # one timing covers at least this much work, by the quickest of some first calls
-FIRST_CALLS = 8  # until the heap has room for every result, whose pages the first ones fault in
+FIRST_CALLS = 8  # the first ones fault in the pages of their results, until the heap has room for every one
 WAITED = 0.04  # a timing whose threads waited for a core for more than this share of it is taken again, twice at most
 
 
@@ -68,10 +68,7 @@ class Result:
 
 def interleaved(candidates: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, list[float]]:
     """Microseconds a call, one list entry a round; every round runs all candidates in a new order."""
-    loops = {}
-    for name, function in candidates.items():
-        quickest = min(_seconds(function, 1) for _ in range(FIRST_CALLS))
-        loops[name] = max(1, int(SAMPLE_US * 1e-6 / max(quickest, 1e-7)))
+    loops = {name: _calls_of_a_sample(function) for name, function in candidates.items()}
     times: dict[str, list[float]] = {name: [] for name in candidates}
     order, shuffle = list(candidates), random.Random(0)
     for _ in range(rounds):
@@ -79,6 +76,16 @@ def interleaved(candidates: Mapping[str, Callable[[], Any]], rounds: int = ROUND
         for name in order:
             times[name].append(_undisturbed(candidates[name], loops[name]))
     return times
+
+
+def _calls_of_a_sample(function: Callable[[], Any]) -> int:
+    function()
+    quickest = float("inf")
+    for _ in range(FIRST_CALLS):
+        quickest = min(quickest, _seconds(function, 1))
+        if quickest > SAMPLE_US * 1e-6:
+            break
+    return max(1, int(SAMPLE_US * 1e-6 / max(quickest, 1e-7)))
 
 
 def _undisturbed(function: Callable[[], Any], count: int) -> float:
