@@ -1,88 +1,14 @@
-// The loops of attention over a tile of keys, and the prefetching that goes on beside them.
+// The loops of attention over a tile of keys, and a thread's buffers for them.
 #pragma once
 
 #include <cstdlib>
 #include <memory>
 #include <new>
 
-#include "attention_batch.h"
 #include "codes.h"
+#include "prefetcher.h"
 
 namespace kvbackend::KVBACKEND_ISA {
-
-#if defined(__AVX512F__)
-constexpr int kAsked = 4, kLinesAtOnce = 4;
-#else
-constexpr int kAsked = 1, kLinesAtOnce = 1;
-#endif
-
-// Rows wanted next, a few cache lines at a time, as evenly as the work on others goes: a core drops requests while too
-// many wait. Loops that are faster than memory ask for each line several times; where it is there already that costs
-// an instruction.
-class Prefetcher {
- public:
-  // Rows of another list follow. What is left of the last one is given up.
-  void clear() {
-    std::copy_n(pieces_ + count_ - kBefore, kBefore, pieces_);
-    count_ = kBefore;
-    at_ = kBefore * kPlaces;
-    due_ = at_ << kShift;
-    pace_ = kPlaces << kShift;
-  }
-
-  void add(const void* row, int64_t bytes) {
-    const int64_t none = 0;
-    add(row, &none, 1, bytes);
-  }
-
-  // `count` rows at these offsets. Beyond what the list holds rows are so long that a core follows them by itself.
-  void add(const void* rows, const int64_t* offsets, int64_t count, int64_t bytes) {
-    const char* first = static_cast<const char*>(rows);
-    if (bytes <= kPiece) {
-      count = std::min(count, kMost - count_);
-      for (int64_t n = 0; n < count; ++n) pieces_[count_ + n] = first + offsets[n];
-      count_ += count;
-      return;
-    }
-    for (int64_t n = 0; n < count; ++n) {
-      for (int64_t at = 0; at < bytes && count_ < kMost; at += kPiece) pieces_[count_++] = first + offsets[n] + at;
-    }
-  }
-
-  // All of the list in that many steps.
-  void finish_within(int64_t steps) { pace_ = (((count_ - kBefore) * kPlaces << kShift) + steps - 1) / steps; }
-
-  template <int kAsk = kAsked>
-  void step() {
-    due_ += pace_;
-    uint64_t at = at_;
-    const uint64_t end = std::min<uint64_t>(due_ >> kShift, count_ * kPlaces);
-    for (; at < end; ++at) {
-#pragma GCC unroll 4
-      for (int ask = 0; ask < kAsk; ++ask) {
-        const char* lines = pieces_[at / kPlaces - ask * kLag] + at % kPlaces * kLinesAtOnce * kLine;
-#pragma GCC unroll 4
-        for (int line = 0; line < kLinesAtOnce; ++line) __builtin_prefetch(lines + line * kLine, 0, 3);
-      }
-    }
-    at_ = at;
-  }
-
- private:
-  static constexpr int64_t kPiece = 4 * kLine, kLag = 32, kBefore = 3 * kLag;
-  static constexpr int64_t kPlaces = kPiece / kLine / kLinesAtOnce;  // of a piece: what is asked for at once
-  static constexpr int64_t kMost = kBefore + 8 * kMostKeys;
-  static constexpr int kShift = 16;  // of the places that are due at each step
-  const char* pieces_[kMost] = {};   // the last ones of the list before this one come first
-  int64_t count_ = kBefore;
-  uint64_t at_ = kBefore * kPlaces, due_ = at_ << kShift, pace_ = kPlaces << kShift;
-};
-
-// For loops that multiply more than they read.
-struct FetchOnce {
-  Prefetcher& rows;
-  void step() { rows.step<1>(); }
-};
 
 // What a thread's buffers leave behind for its next call: memory that is new from the system is slow when first
 // touched. As much as one call of many rows needs; what came first goes first.
@@ -167,6 +93,8 @@ class Floats {
 // Scores of a tile lie key by key, `width` rows each: scores[n * width + row]. `width` is the number of rows, rounded
 // up to a power of two below kLanes and to a multiple of kLanes above.
 
+constexpr int64_t kFewRows = 8;  // at most, for which keys are read in place, their numbers in lanes
+
 inline int64_t width_of(int64_t rows) {
   if (rows > kLanes / 2) return round_up(rows, kLanes);
   int64_t width = 1;
@@ -191,88 +119,105 @@ inline Vec join_halves(Vec low, Vec high, std::integer_sequence<int, Lane...>) {
 
 inline Vec join_halves(Vec low, Vec high) { return join_halves(low, high, std::make_integer_sequence<int, kLanes>{}); }
 
-// kPair codes from dim d on, with the scales of their groups.
-template <class E>
-inline void load_scaled(const E* codes, int64_t d, const float* scales, int shift, Vec& first, Vec& second) {
-  load_pair(codes + d / kPerByte<E>, first, second);
-  const Vec low = broadcast(scales[d >> shift]), high = broadcast(scales[(d + kLanes) >> shift]);
-  if constexpr (kEvensFirst<E>) {
-    const Vec halves = join_halves(low, high);
-    first *= halves;
-    second *= halves;
-  } else {
-    first *= low;
-    second *= high;
-  }
+// The first or the second vector of a pair.
+template <class T>
+inline Vec load_half(const T* from, int half) {
+  Vec first, second;
+  load_pair(from, first, second);
+  return half ? second : first;
 }
 
-// kPair numbers of a key times those of rows, in floats. Queries are in the order of load_pair.
+// The scales of the first or second vector of the pair at dim d.
+template <class E>
+inline Vec load_scales(const float* scales, int64_t d, int shift, int half) {
+  constexpr int kSmallestGroup = 16;
+  if (kPair <= kSmallestGroup) return broadcast(scales[d >> shift]);
+  const Vec low = broadcast(scales[d >> shift]), high = broadcast(scales[(d + kLanes) >> shift]);
+  return kEvensFirst<E> ? join_halves(low, high) : half ? high : low;
+}
+
+// Rows of codes or numbers in products of floats, half a pair at a time. Queries are in the order of load_pair.
 template <bool kGrouped, class E>
 struct InFloats {
   using Query = float;
-  struct Numbers {
-    Vec first, second;
-  };
+  static constexpr int kParts = 2;  // of a pair
   const Groups& groups;
 
-  Numbers numbers(const E* const* keys, int64_t n, int64_t d) const {
-    Numbers found;
-    if constexpr (kGrouped) {
-      load_scaled(keys[n], d, groups.of(n), groups.shift, found.first, found.second);
-    } else {
-      load_pair(keys[n] + d / kPerByte<E>, found.first, found.second);
-    }
+  Vec numbers(const E* const* rows, int64_t n, int64_t d, int half) const {
+    const Vec found = load_half(rows[n] + d / kPerByte<E>, half);
+    if constexpr (kGrouped) return found * load_scales<E>(groups.of(n), d, groups.shift, half);
     return found;
   }
 
-  static Vec add(Vec sum, const Numbers& key, const float* query) {
-    sum += key.first * load(query);
-    return sum + key.second * load(query + kLanes);
-  }
+  static Vec query(const float* pair, int half) { return load(pair + half * kLanes); }
+  static Vec add(Vec sum, Vec key, Vec query) { return sum + key * query; }
 };
 
-// Few rows: lanes run over dims. R rows x kAccumulators / R keys in registers; a key is read once for R rows. The
-// queries [R, dim] stay in L1. `keys` may be read up to the next multiple of kAccumulators / R.
-template <int R, class Products, class E>
-void score_few(const Products& products, const typename Products::Query* queries, int64_t dim, const E* const* keys,
-               int64_t count, float* scores, int64_t width, Prefetcher& ahead) {
-  constexpr int kKeys = kAccumulators / R;
-  for (int64_t n = 0; n < count; n += kKeys) {
-    Vec sum[kAccumulators] = {};
-    for (int64_t d = 0; d < dim; d += kPair) {
-      ahead.step();
-#pragma GCC unroll 16
-      for (int k = 0; k < kKeys; ++k) {
-        const auto key = products.numbers(keys, n + k, d);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) sum[k * R + r] = products.add(sum[k * R + r], key, queries + r * dim + d);
-      }
-    }
-    float* score = scores + n * width;  // four neighbours among the sums are neighbours among the scores
-#if defined(__AVX512F__)
-    const Vec all = sum_lanes(sum);
-    if (width == R) {
-      store(score, all);
-      continue;
-    }
-    Quad quads[kAccumulators / 4];
-    std::memcpy(quads, &all, sizeof all);
-#else
-    Quad quads[kAccumulators / 4];
-#pragma GCC unroll 4
-    for (int i = 0; i < kAccumulators; i += 4) quads[i / 4] = sum_lanes(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
-#endif
-#pragma GCC unroll 4
-    for (int i = 0; i < kAccumulators; i += 4) std::memcpy(score + i / R * width + i % R, &quads[i / 4], sizeof(Quad));
-  }
-}
-
-// Sums that a loop over many rows keeps in registers.
+// Sums that a loop keeps in registers: with AVX2 more than just cover the latency of an FMA.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int kManySums = 12;
 #else
 constexpr int kManySums = kAccumulators;
 #endif
+
+// The same where numbers become floats first, which may take registers too.
+template <class E>
+constexpr int kSumsOf = kAccumulators;
+template <>
+inline constexpr int kSumsOf<float> = kManySums;
+template <>
+inline constexpr int kSumsOf<fp16> = kManySums;
+template <>
+inline constexpr int kSumsOf<bf16> = kManySums;
+template <>
+inline constexpr int kSumsOf<int8_t> = kManySums;
+
+// Few rows: lanes run over dims. R rows x kSums / R keys in registers: a key is read once for R rows, a query once for
+// those keys. The queries [R, dim] stay in L1. `keys` may be read up to the next multiple of kSums / R.
+template <int R, class Products, class E>
+void score_few(const Products& products, const typename Products::Query* queries, int64_t dim, const E* const* keys,
+               int64_t count, float* scores, int64_t width, Prefetcher& ahead) {
+  constexpr int kSums = kSumsOf<E>, kKeys = kSums / R;
+  constexpr int kParts = Products::kParts;                     // of a pair,
+  constexpr int kAtOnce = kSums > kAccumulators ? 1 : kParts;  // in so many registers
+  for (int64_t n = 0; n < count; n += kKeys) {
+    Vec sum[kSums] = {};
+#pragma GCC unroll 2
+    for (int first = 0; first < kParts; first += kAtOnce) {
+      for (int64_t d = 0; d < dim; d += kPair) {
+        if (first == 0) ahead.step();
+#pragma GCC unroll 2
+        for (int part = first; part < first + kAtOnce; ++part) {
+          decltype(products.numbers(keys, n, d, part)) key[kKeys];
+#pragma GCC unroll 16
+          for (int k = 0; k < kKeys; ++k) key[k] = products.numbers(keys, n + k, d, part);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) {
+            auto query = products.query(queries + r * dim + d, part);
+            keep_in_register(query);
+#pragma GCC unroll 16
+            for (int k = 0; k < kKeys; ++k) sum[k * R + r] = products.add(sum[k * R + r], key[k], query);
+          }
+        }
+      }
+    }
+    float* score = scores + n * width;  // four neighbours among the sums are neighbours among the scores
+    Quad quads[kSums / 4];
+#if defined(__AVX512F__)
+    const Vec all = kUnit<E> * sum_lanes(sum);
+    if (width == R) {
+      store(score, all);
+      continue;
+    }
+    std::memcpy(quads, &all, sizeof all);
+#else
+#pragma GCC unroll 4
+    for (int i = 0; i < kSums; i += 4) quads[i / 4] = kUnit<E> * sum_lanes(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
+#endif
+#pragma GCC unroll 4
+    for (int i = 0; i < kSums; i += 4) std::memcpy(score + i / R * width + i % R, &quads[i / 4], sizeof(Quad));
+  }
+}
 
 // Many rows: lanes run over rows. V vectors of rows x K keys in registers; a number of a key meets all of them. Adds
 // the products of `dims` dims, a panel of the keys [count, key_row] and of the queries [dims, width] that stays in L1.
@@ -328,31 +273,22 @@ inline void score_many_rows(const float* queries, int64_t dim, const float* keys
 }
 
 // out[row] = decay[row] * out[row] + sum over keys of weights[n, row] * value n, for R rows and V vectors of dims,
-// which stay in registers while the keys go by.
-template <int R, int V, bool kGrouped, class E>
-void weigh(const float* weights, int64_t width, const E* const* values, const Groups& groups, int64_t count,
-           int64_t dim, const float* decay, float* out, int64_t out_row, Prefetcher& ahead) {
+// which stay in registers while the keys go by: those from the pair at dim d on, or with kOdd from its second half on.
+template <int R, int V, bool kOdd, class Products, class E, class Ahead>
+void weigh(const Products& products, const float* weights, int64_t width, const E* const* values, int64_t count,
+           int64_t d, const float* decay, float* out, int64_t out_row, Ahead& ahead) {
+  out += d + kOdd * kLanes;
   Vec sum[R][V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) sum[r][v] = decay[r] * load(out + r * out_row + v * kLanes);
+    for (int v = 0; v < V; ++v) sum[r][v] = decay[r] / kUnit<E> * load(out + r * out_row + v * kLanes);
   }
   for (int64_t n = 0; n < count; ++n) {
     if (n % 2 == 0) ahead.step();
     Vec numbers[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; v += 2) {
-      const int64_t d = dim + v * kLanes;
-      if constexpr (V % 2) {  // of floats, whose pairs are in order
-        numbers[v] = load(values[n] + d);
-        if (v + 1 < V) numbers[v + 1] = load(values[n] + d + kLanes);
-      } else if constexpr (kGrouped) {
-        load_scaled(values[n], d, groups.of(n), groups.shift, numbers[v], numbers[v + 1]);
-      } else {
-        load_pair(values[n] + d / kPerByte<E>, numbers[v], numbers[v + 1]);
-      }
-    }
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) numbers[v] = products.numbers(values, n, d + (v + kOdd) / 2 * kPair, (v + kOdd) % 2);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const float weight = weights[n * width + r];
@@ -363,26 +299,46 @@ void weigh(const float* weights, int64_t width, const E* const* values, const Gr
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) store(out + r * out_row + v * kLanes, sum[r][v]);
+    for (int v = 0; v < V; ++v) store(out + r * out_row + v * kLanes, kUnit<E> * sum[r][v]);
   }
 }
 
-// function(vectors, row, d) for all rows and dims, R rows x `vectors` at a time. Dims in the outer loop: their part of
-// the values stays in L1 for all rows. With kMany, which is for rows of floats, kManySums are kept.
-template <int R, bool kMany, class F>
+// Vectors of sums at a time, of R rows, but for threes.
+constexpr int block_vectors(int rows) { return std::max(2, kAccumulators / rows); }
+
+// Dims that R rows take in threes of vectors, an even number of them: as many as leave a rest for twos.
+template <int R, class E>
+int64_t dims_in_threes(int64_t dims) {
+  return kSumsOf<E> / R == 3 ? dims - dims / kLanes * 2 % 3 * 2 * kLanes : 0;
+}
+
+// How often each_block calls for as many rows as go at once.
+template <int R, class E>
+int64_t blocks_of(int64_t dims) {
+  const int64_t threes = dims_in_threes<R, E>(dims) / (3 * kLanes), size = block_vectors(R) * kLanes;
+  return threes + (dims - threes * 3 * kLanes + size - 1) / size;
+}
+
+// function(vectors, odd, row, d) for all rows and dims, R rows x `vectors` at a time, from the pair at dim d on; odd:
+// from its second half on. Dims in the outer loop: their part of the values stays in L1 for all rows.
+template <int R, class E, class F>
 void each_block(int64_t rows, int64_t dims, F&& function) {
-  constexpr int kVectors = std::max(2, kAccumulators / R), kMost = kManySums / R;
+  constexpr int kVectors = block_vectors(R);
   int64_t d = 0;
-  const auto block = [&](auto vectors) {
-    for (int64_t row = 0; row < rows; row += R) function(vectors, row, d);
-    d += vectors * kLanes;
+  const auto block = [&](auto vectors, auto odd) {
+    for (int64_t row = 0; row < rows; row += R) function(vectors, odd, row, d);
+    d += vectors / 2 * 2 * kLanes;
   };
-  if constexpr (kMany && kMost == 3) {  // threes, but where twos would not take the rest
-    const int64_t end = dims - dims / kLanes * 2 % 3 * 2 * kLanes;
-    while (d < end) block(std::integral_constant<int, 3>{});
+  const auto even = std::false_type{};
+  if constexpr (kSumsOf<E> / R == 3) {
+    const auto three = std::integral_constant<int, 3>{};
+    for (const int64_t end = dims_in_threes<R, E>(dims); d < end; d += kPair) {
+      block(three, even);
+      block(three, std::true_type{});
+    }
   }
-  while (d + kVectors * kLanes <= dims) block(std::integral_constant<int, kVectors>{});
-  while (d < dims) block(std::integral_constant<int, 2>{});
+  while (d + kVectors * kLanes <= dims) block(std::integral_constant<int, kVectors>{}, even);
+  while (d < dims) block(std::integral_constant<int, 2>{}, even);
 }
 
 // function(R): so many rows at a time fit a tile of this width.

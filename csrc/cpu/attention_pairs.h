@@ -35,9 +35,13 @@ inline Vec add_products(Vec sum, BitVec a, BitVec b) {
 template <class E>
 struct InHalves {
   using Query = bf16;
+  static constexpr int kParts = 1;
 
-  BitVec numbers(const E* const* keys, int64_t n, int64_t d) const { return load_halves(keys[n] + d / kPerByte<E>); }
-  static Vec add(Vec sum, BitVec key, const bf16* query) { return add_products(sum, key, load_halves(query)); }
+  BitVec numbers(const E* const* keys, int64_t n, int64_t d, int) const {
+    return load_halves(keys[n] + d / kPerByte<E>);
+  }
+  static BitVec query(const bf16* pair, int) { return load_halves(pair); }
+  static Vec add(Vec sum, BitVec key, BitVec query) { return add_products(sum, key, query); }
 };
 
 // Weights [count, width] as pairs of keys [count / 2, width]. What an odd count lacks is 0 in `weights`, which may be

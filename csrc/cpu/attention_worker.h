@@ -104,7 +104,8 @@ class Worker {
     sequence_ = &sequence;
     width_ = width_of(task.rows());
     tiled_ = kTiles<T> && source_.stored() && width_ >= kSide;
-    in_place_ = source_.in_place() && width_ < kLanes;
+    in_place_ = source_.in_place() && width_ <= kFewRows;
+    rows_in_lanes_ = !in_place_ && width_ >= kLanes;
     paired_ = kTiles<T> && in_place_ && !source_.keys().grouped() && (value_dim_ == 0 || !source_.values().grouped());
     scales_later_ = false;
     want_keys();
@@ -189,10 +190,13 @@ class Worker {
     if (tiled_) {  // bf16, two in a float
       want_rows(tile_keys_, kMostKeys * dim_ / 2, source_.dim());
     } else if (!in_place_) {
-      want_rows(key_rows_, kTile * dim_, source_.dim());
+      want_rows(key_rows_, kTile * apart(dim_), source_.dim());
     }
     key_buffer_.offset = value_buffer_.offset = -1;
   }
+
+  // From one copied row to the next, in floats: rows a power of two apart would share few sets of L1.
+  static int64_t apart(int64_t dim) { return dim + kLine / static_cast<int64_t>(sizeof(float)); }
 
   static void want_rows(Floats& rows, int64_t size, int64_t dim) {
     dim % kPair ? rows.want_zeros(size) : rows.want(size);
@@ -205,7 +209,7 @@ class Worker {
       packed_weights_.want(kMostKeys * kRows / 2);
       if (!Source::kValuesAreKeys) want_rows(tile_values_, kMostKeys * value_dim_ / 2, source_.value_dim());
     } else if (!in_place_ && !Source::kValuesAreKeys) {
-      want_rows(value_rows_, kTile * value_dim_, source_.value_dim());
+      want_rows(value_rows_, kTile * apart(value_dim_), source_.value_dim());
     }
     std::fill_n(sums_.data(), task_->heads * width_ * value_dim_, 0.0f);
     std::fill_n(total_.data(), task_->heads * state_width(), 0.0f);
@@ -223,7 +227,7 @@ class Worker {
       source_.load_query(token(row), query_head(head, row), row_.data());
       for (int64_t d = 0; d < source_.dim(); ++d) row_[d] *= rule_.scale;
       std::fill(row_ + source_.dim(), row_ + dim_, 0.0f);
-      if (width_ >= kLanes) {
+      if (rows_in_lanes_) {
         for (int64_t d = 0; d < source_.dim(); ++d) queries[d * width_ + row] = row_[d];
       } else {
         const auto arrange = in_place_ && source_.keys().evens_first() ? to_pairs<bf16> : to_pairs<float>;
@@ -275,10 +279,31 @@ class Worker {
 
   // What the loops over a tile and a head take, but for the scores of many rows, which are few steps.
   int64_t steps_in_vectors(int64_t count) const {
-    const int64_t rows = std::min<int64_t>(width_, 4), keys = kAccumulators / rows;
-    const int64_t columns = (value_dim_ + keys * kLanes - 1) / (keys * kLanes);
-    const int64_t scoring = width_ < kLanes ? (count + keys - 1) / keys * (dim_ / kPair) : 0;
-    return width_ / rows * (scoring + columns * ((count + 1) / 2));
+    int64_t steps = 0;
+    with_rows_at_once(width_, [&](auto r) {
+      with_type_read(source_.keys(), [&](auto zero) {
+        constexpr int64_t kKeys = kSumsOf<decltype(zero)> / r;
+        if (!rows_in_lanes_) steps += (count + kKeys - 1) / kKeys * (dim_ / kPair);
+      });
+      if (value_dim_ > 0) {
+        with_type_read(Source::kValuesAreKeys ? source_.keys() : source_.values(),
+                       [&](auto zero) { steps += blocks_of<r, decltype(zero)>(value_dim_) * steps_of_block(count); });
+      }
+      steps *= width_ / r;
+    });
+    return steps;
+  }
+
+  // Whether `weigh` is called so often that a call can be one step.
+  bool many_calls() const { return width_ >= 4 * kLanes; }
+
+  // What it takes for so many keys.
+  int64_t steps_of_block(int64_t count) const { return many_calls() ? 1 : (count + 1) / 2; }
+
+  // function(E{}): what the loops read.
+  template <class F>
+  void with_type_read(const CachedRows<T>& rows, F&& function) const {
+    in_place_ ? rows.with_type(function) : function(0.0f);
   }
 
   // Scores of a tile of keys and one kv head, scaled where queries are, and not masked.
@@ -291,12 +316,12 @@ class Worker {
       return apply_factors(source_.keys(), keys, head);
     }
     for (int64_t n = 0; n < keys.count; ++n)
-      source_.load_key(keys, n, task_->first_head + head, key_buffer_, key_rows_ + n * dim_);
-    if (width_ >= kLanes)
-      return score_many_rows(queries_ + head * width_ * dim_, source_.dim(), key_rows_, dim_, keys.count, scores_,
-                             width_, ahead_);
-    const float* key[kTile];
-    for (int64_t n = 0; n < kTile; ++n) key[n] = key_rows_ + std::min(n, keys.count - 1) * dim_;
+      source_.load_key(keys, n, task_->first_head + head, key_buffer_, key_rows_ + n * apart(dim_));
+    if (rows_in_lanes_)
+      return score_many_rows(queries_ + head * width_ * dim_, source_.dim(), key_rows_, apart(dim_), keys.count,
+                             scores_, width_, ahead_);
+    const float* key[kTile + kManySums];
+    for (int64_t n = 0; n < keys.count + kManySums; ++n) key[n] = key_rows_ + std::min(n, keys.count - 1) * apart(dim_);
     score_few_rows<false>(keys, head, key, {});
   }
 
@@ -332,9 +357,9 @@ class Worker {
     }
     const float* value[kTile];
     for (int64_t n = 0; n < keys.count; ++n) {
-      value[n] = Source::kValuesAreKeys ? key_rows_ + n * dim_ : value_rows_ + n * value_dim_;
+      value[n] = Source::kValuesAreKeys ? key_rows_ + n * apart(dim_) : value_rows_ + n * apart(value_dim_);
       if (!Source::kValuesAreKeys)
-        source_.load_value(keys, n, task_->first_head + head, value_buffer_, value_rows_ + n * value_dim_);
+        source_.load_value(keys, n, task_->first_head + head, value_buffer_, value_rows_ + n * apart(value_dim_));
     }
     weigh_rows<false>(keys, head, value, {});
   }
@@ -348,19 +373,27 @@ class Worker {
         if (paired_) {
           alignas(kLine) uint32_t pairs[kTile * kLanes / 4];
           pair_weights(scores_, keys.count, width_, pairs);
-          return each_block<r, false>(task_->rows(), value_dim_, [&](auto v, int64_t row, int64_t d) {
+          return each_block<r, E>(task_->rows(), value_dim_, [&](auto v, auto, int64_t row, int64_t d) {
             weigh_pairs<r, v>(pairs + row, width_, value, keys.count, d, decay_ + row, sums + row * value_dim_ + d,
                               value_dim_, ahead_);
           });
         }
       }
 #endif
-      each_block<r, std::is_same_v<E, float> && !kGrouped>(
-          task_->rows(), value_dim_, [&](auto v, int64_t row, int64_t d) {
-            kvbackend::KVBACKEND_ISA::weigh<r, v, kGrouped>(scores_ + row, width_, value, groups, keys.count, d,
-                                                            decay_ + row, sums + row * value_dim_ + d, value_dim_,
-                                                            ahead_);
-          });
+      const InFloats<kGrouped, E> products{groups};
+      each_block<r, E>(task_->rows(), value_dim_, [&](auto v, auto odd, int64_t row, int64_t d) {
+        const auto weigh = [&](auto& ahead) {
+          kvbackend::KVBACKEND_ISA::weigh<r, v, odd>(products, scores_ + row, width_, value, keys.count, d,
+                                                     decay_ + row, sums + row * value_dim_, value_dim_, ahead);
+        };
+        if (std::is_same_v<E, float> && many_calls()) {
+          FetchNothing nothing;
+          ahead_.step();
+          weigh(nothing);
+        } else {
+          weigh(ahead_);
+        }
+      });
     });
   }
 
@@ -372,23 +405,27 @@ class Worker {
     rows.with_type([&](auto zero) {
       using E = decltype(zero);
       if constexpr (!std::is_same_v<E, uint4x2>) {  // KIVI's codes are not read in place
-        const E* row[kTile];
+        const E* row[kTile + kManySums];
         const char* first = rows.row(0, head);
-        for (int64_t n = 0; n < kTile; ++n) row[n] = reinterpret_cast<const E*>(first + offsets[n]);
-        if constexpr (kMayHaveGroups<E>) {
-          if (rows.grouped()) {
-            const Groups groups = load_groups(rows, keys, head, scales);
-            return function(row, std::true_type{}, groups);
+        for (int64_t n = 0; n < keys.count; ++n) row[n] = reinterpret_cast<const E*>(first + offsets[n]);
+        std::fill_n(row + keys.count, kManySums, row[keys.count - 1]);
+        const auto with_groups = [&](const auto* row) {
+          if constexpr (kMayHaveGroups<E>) {
+            if (rows.grouped()) return function(row, std::true_type{}, load_groups(rows, keys, head, scales));
           }
+          function(row, std::false_type{}, Groups{});
+        };
+        if constexpr (kHasFinite<E>) {
+          if (all_finite(row, keys.count, rows.size())) return with_groups(as_finite(row));
         }
-        function(row, std::false_type{}, Groups{});
+        with_groups(row);
       }
     });
   }
 
   Groups load_groups(const CachedRows<T>& rows, const Keys& keys, int64_t head, Floats& scales) const {
     const int64_t count = rows.size() / rows.span();
-    scales.want_zeros(kTile * std::max(dim_, value_dim_) / kLanes + kLanes);
+    scales.want_zeros((kTile + kManySums) * std::max(dim_, value_dim_) / kLanes + kLanes);
     rows.load_scales(keys, head, scales);
     return {scales, count, __builtin_ctzll(rows.span())};
   }
@@ -633,7 +670,7 @@ class Worker {
   const KeyPages& pages_;
   const LogitRule rule_;
   const int64_t dim_, value_dim_;  // rounded up to whole pairs of vectors
-  Floats queries_;                 // [heads, width, dim], or [heads, dim, width] for many rows
+  Floats queries_;                 // [heads, width, dim], or [heads, dim, width] with rows in lanes
   Floats sums_;                    // [heads, width, value_dim]
   Floats peak_, total_;            // [heads, max(width, kLanes)]
   Floats decay_, scores_, bias_, row_;
@@ -652,7 +689,7 @@ class Worker {
   const Task* task_ = nullptr;
   const Sequence* sequence_ = nullptr;
   int64_t width_ = 0;
-  bool in_place_ = false, tiled_ = false;
+  bool in_place_ = false, tiled_ = false, rows_in_lanes_ = false;
   bool paired_ = false;        // in place, in products of bfloat16
   bool scales_later_ = false;  // scores are multiplied with the scale as they become weights
 };

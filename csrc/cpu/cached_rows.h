@@ -122,7 +122,7 @@ class CachedRows {
   void prefetch(const int64_t* offsets, const Wanted& wanted, Prefetcher& ahead) const {
     const int64_t rows = heads_together() ? wanted.heads : 1, heads = wanted.heads / std::max<int64_t>(1, rows);
     for (int64_t head = 0; head < heads; ++head)
-      ahead.add(row(0, wanted.head + head), offsets + wanted.first, wanted.last - wanted.first, rows * row_bytes());
+      ahead.add(row(0, wanted.head + head), rows * row_bytes(), offsets + wanted.first, wanted.last - wanted.first);
   }
 
   // Of a row of a head.

@@ -104,6 +104,15 @@ inline void load_row(const bf16* row, int64_t stride, int64_t size, bf16* out) {
   }
 }
 
+// Keeps the compiler from reading a value again for each of its uses.
+inline void keep_in_register(Vec& value) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  asm("" : "+x"(value));
+#endif
+}
+
+inline void keep_in_register(const BitVec&) {}
+
 // kPair numbers as two vectors. Their order within the pair is the type's own.
 constexpr int64_t kPair = 2 * kLanes;
 
@@ -123,6 +132,10 @@ inline void load_pair(const bf16* from, Vec& first, Vec& second) {
   first = (Vec)(bits << 16);
   second = (Vec)(bits & 0xffff0000);
 }
+
+// What the numbers that load_pair and load_half deliver are to be multiplied with.
+template <class T>
+constexpr float kUnit = 1.0f;
 
 // The even numbers of two vectors, then the odd ones; and back.
 template <int... Lane>
