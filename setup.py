@@ -11,7 +11,8 @@ csrc/npu is not among them: torch_npu has no stable ABI. `python setup.py build_
 that is installed, for this source tree; no wheel carries it.
 
 CXX names the compiler; where that compiles for another machine, KVBACKEND_BUILD_TORCH names the folder of the torch of
-that machine. KVBACKEND_BUILD_ISA=native leaves AVX-512 out where this machine cannot run it: half of the time. With
+that machine. KVBACKEND_BUILD_ISA=native leaves AVX-512 out where this machine cannot run it, half of the time, and
+optimizes less what it will not choose to run: plain where there is AVX2. With
 SOURCE_DATE_EPOCH set, two builds give the same bytes: all paths here are relative to the source tree, in which
 setuptools runs, since the compiler writes them into its output as spelled.
 """
@@ -79,6 +80,8 @@ def variants() -> dict[str, list[str]]:
         from torch.backends.cpu import get_cpu_capability
 
         found["avx2"] = AVX2
+        if wanted == "native" and get_cpu_capability() != "DEFAULT":
+            found["plain"] = ["-O1", "-Wno-maybe-uninitialized"]  # which -O3 sees to be initialized
         if wanted != "native" or get_cpu_capability() == "AVX512":
             found |= {"avx512": AVX512, "avx512_bf16": BF16}
     return found
@@ -115,7 +118,7 @@ def cpu_library(build: Path, target: Path) -> None:
     jobs = [(path, build / f"{path.stem}.o", ["-DKVBACKEND_ISA=plain", *holds, *emulated]) for path in once]
     for variant, flags in held.items():
         registers = ["-DKVBACKEND_REGISTERS", *holds] if variant == "plain" else []
-        for path in (*ops, write_side, probes):
+        for path in (write_side, *ops, probes):  # what takes longest is not left to the end
             if variant == "avx512_bf16" and path is not probes and "KVBACKEND_REGISTER_BF16" not in path.read_text():
                 continue
             output = build / f"{path.stem}.{variant}.o"

@@ -153,24 +153,9 @@ struct InFloats {
   static Vec add(Vec sum, Vec key, Vec query) { return sum + key * query; }
 };
 
-// Sums that a loop keeps in registers: with AVX2 more than just cover the latency of an FMA.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kManySums = 12;
-#else
-constexpr int kManySums = kAccumulators;
-#endif
-
-// The same where numbers become floats first, which may take registers too.
+// Sums that a loop keeps in registers where numbers of this type become floats first, which may take registers too.
 template <class E>
-constexpr int kSumsOf = kAccumulators;
-template <>
-inline constexpr int kSumsOf<float> = kManySums;
-template <>
-inline constexpr int kSumsOf<fp16> = kManySums;
-template <>
-inline constexpr int kSumsOf<bf16> = kManySums;
-template <>
-inline constexpr int kSumsOf<int8_t> = kManySums;
+constexpr int kSumsOf = sizeof(E) > 1 || std::is_same_v<E, int8_t> ? kManySums : kAccumulators;
 
 // Few rows: lanes run over dims. R rows x kSums / R keys in registers: a key is read once for R rows, a query once for
 // those keys. The queries [R, dim] stay in L1. `keys` may be read up to the next multiple of kSums / R.

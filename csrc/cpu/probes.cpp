@@ -37,15 +37,15 @@ extern double probe_multiply(int64_t rounds, int64_t threads) {
   std::vector<float> kept(threads);
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; ++thread) {
-      Vec sums[kAccumulators];
-      for (int i = 0; i < kAccumulators; ++i) sums[i] = broadcast(static_cast<float>(i));  // alike, they would be one
+      Vec sums[kManySums];
+      for (int i = 0; i < kManySums; ++i) sums[i] = broadcast(static_cast<float>(i));  // alike, they would be one
       const Vec x = broadcast(0.5f), y = broadcast(static_cast<float>(thread));
       for (int64_t round = 0; round < rounds; ++round)
         for (Vec& sum : sums) sum = sum * x + y;
       for (const Vec& sum : sums) kept[thread] += sum[0];
     }
   });
-  return 2.0 * rounds * threads * kAccumulators * kLanes;
+  return 2.0 * rounds * threads * kManySums * kLanes;
 }
 
 #if defined(__AVX512BF16__)

@@ -17,12 +17,15 @@ namespace kvbackend::KVBACKEND_ISA {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 constexpr int kAccumulators = 16;  // sums that a loop keeps in registers: half of them
+constexpr int kManySums = 16;      // the same where the rest needs few registers
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 constexpr int kAccumulators = 8;
+constexpr int kManySums = 12;  // eight just cover the latency of an FMA
 #else
 constexpr int kLanes = 4;
 constexpr int kAccumulators = 8;
+constexpr int kManySums = 8;
 #endif
 
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
