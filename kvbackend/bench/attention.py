@@ -171,7 +171,7 @@ def _coded(make: Maker, sequences: int, context: int) -> Iterator[Case]:
 
 
 def _finite(codes: Tensor) -> Tensor:
-    """Random codes, with 0 for those that are NaN: a cache seldom holds one, and kernels may be slower where it does."""
+    """Random codes, 0 in place of NaN: a cache seldom holds one, and kernels may be slower where it does."""
     codes.view(torch.uint8)[codes.float().isnan()] = 0
     return codes
 
