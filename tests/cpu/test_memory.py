@@ -45,7 +45,7 @@ def test_calls_leave_nothing_behind() -> None:
 
 def test_buffers_kept_for_the_next_call_are_bounded() -> None:
     """Each call here needs buffers of other sizes, about a MiB of them a thread."""
-    make = Maker("cpu", torch.bfloat16)
+    make = Maker(torch.device("cpu"), torch.bfloat16)
 
     def attend(dim: int) -> None:
         key, value = make.randn(2, 16, 1, dim), make.randn(2, 16, 1, dim)
