@@ -163,8 +163,8 @@ template <int R, class Products, class E>
 void score_few(const Products& products, const typename Products::Query* queries, int64_t dim, const E* const* keys,
                int64_t count, float* scores, int64_t width, Prefetcher& ahead) {
   constexpr int kSums = kSumsOf<E>, kKeys = kSums / R;
-  constexpr int kParts = Products::kParts;                     // of a pair,
-  constexpr int kAtOnce = kSums > kAccumulators ? 1 : kParts;  // in so many registers
+  constexpr int kParts = Products::kParts;                     // of a pair of vectors
+  constexpr int kAtOnce = kSums > kAccumulators ? 1 : kParts;  // many sums leave no registers for both
   for (int64_t n = 0; n < count; n += kKeys) {
     Vec sum[kSums] = {};
 #pragma GCC unroll 2
