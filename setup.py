@@ -11,8 +11,7 @@ csrc/npu is not among them: torch_npu has no stable ABI. `python setup.py build_
 that is installed, for this source tree; no wheel carries it.
 
 CXX names the compiler; where that compiles for another machine, KVBACKEND_BUILD_TORCH names the folder of the torch of
-that machine. KVBACKEND_BUILD_ISA=native leaves AVX-512 out where this machine cannot run it, half of the time, and
-optimizes less what it will not choose to run: plain where there is AVX2. With
+that machine. KVBACKEND_BUILD_ISA=native leaves AVX-512 out where this machine cannot run it: half of the time. With
 SOURCE_DATE_EPOCH set, two builds give the same bytes: all paths here are relative to the source tree, in which
 setuptools runs, since the compiler writes them into its output as spelled.
 """
@@ -80,8 +79,6 @@ def variants() -> dict[str, list[str]]:
         from torch.backends.cpu import get_cpu_capability
 
         found["avx2"] = AVX2
-        if wanted == "native" and get_cpu_capability() != "DEFAULT":
-            found["plain"] = ["-O1", "-Wno-maybe-uninitialized"]  # which -O3 sees to be initialized
         if wanted != "native" or get_cpu_capability() == "AVX512":
             found |= {"avx512": AVX512, "avx512_bf16": BF16}
     return found

@@ -288,42 +288,34 @@ void weigh(const Products& products, const float* weights, int64_t width, const 
   }
 }
 
-// Vectors of sums at a time, of R rows, but for threes.
-constexpr int block_vectors(int rows) { return std::max(2, kAccumulators / rows); }
-
-// Dims that R rows take in threes of vectors, an even number of them: as many as leave a rest for twos.
-template <int R, class E>
-int64_t dims_in_threes(int64_t dims) {
-  return kSumsOf<E> / R == 3 ? dims - dims / kLanes * 2 % 3 * 2 * kLanes : 0;
-}
-
-// How often each_block calls for as many rows as go at once.
-template <int R, class E>
-int64_t blocks_of(int64_t dims) {
-  const int64_t threes = dims_in_threes<R, E>(dims) / (3 * kLanes), size = block_vectors(R) * kLanes;
-  return threes + (dims - threes * 3 * kLanes + size - 1) / size;
-}
-
 // function(vectors, odd, row, d) for all rows and dims, R rows x `vectors` at a time, from the pair at dim d on; odd:
 // from its second half on. Dims in the outer loop: their part of the values stays in L1 for all rows.
 template <int R, class E, class F>
 void each_block(int64_t rows, int64_t dims, F&& function) {
-  constexpr int kVectors = block_vectors(R);
+  constexpr int kVectors = std::max(2, kAccumulators / R);
   int64_t d = 0;
   const auto block = [&](auto vectors, auto odd) {
     for (int64_t row = 0; row < rows; row += R) function(vectors, odd, row, d);
     d += vectors / 2 * 2 * kLanes;
   };
   const auto even = std::false_type{};
-  if constexpr (kSumsOf<E> / R == 3) {
+  if constexpr (kSumsOf<E> / R == 3) {  // threes, always two of them, but where twos would not take the rest
     const auto three = std::integral_constant<int, 3>{};
-    for (const int64_t end = dims_in_threes<R, E>(dims); d < end; d += kPair) {
+    for (const int64_t end = dims - dims / kLanes * 2 % 3 * 2 * kLanes; d < end; d += kPair) {
       block(three, even);
       block(three, std::true_type{});
     }
   }
   while (d + kVectors * kLanes <= dims) block(std::integral_constant<int, kVectors>{}, even);
   while (d < dims) block(std::integral_constant<int, 2>{}, even);
+}
+
+// How often each_block calls for R rows.
+template <int R, class E>
+int64_t blocks_of(int64_t dims) {
+  int64_t blocks = 0;
+  each_block<R, E>(R, dims, [&](auto, auto, int64_t, int64_t) { ++blocks; });
+  return blocks;
 }
 
 // function(R): so many rows at a time fit a tile of this width.

@@ -135,11 +135,11 @@ class Worker {
       locate(begin + tile, tile, found[turn ^ 1]);
       if (keys.count == 0) continue;
       look_for_runs(keys);
+      const int64_t steps = tiled_ ? steps_of(keys.count) : steps_in_vectors(keys.count);
       for (int64_t head = 0; head < task.heads; ++head) {
         ahead_.clear();
         want_next(keys, next, head, begin == task.begin);
-        if (const int64_t steps = tiled_ ? steps_of(keys.count) : steps_in_vectors(keys.count))
-          ahead_.finish_within(steps);
+        if (steps > 0) ahead_.finish_within(steps);
         score(keys, head);
         adjust(keys, head);
         function(keys, head);
