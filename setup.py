@@ -52,8 +52,16 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 # for the files that register such a variant
 BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"]
-if os.environ.get("KVBACKEND_EMULATE_TILES"):
-    BF16.append("-DKVBACKEND_EMULATED_TILES")  # for tests only: see ci/amx_emulated.sh
+# For tests only (ci/emulated.sh): "tiles" puts AMX's tiles into memory, "avx512" does all of AVX-512 without it.
+EMULATED = os.environ.get("KVBACKEND_EMULATE", "")
+EMULATES = []  # what isa.cpp is to know
+if EMULATED:
+    EMULATES.append("-DKVBACKEND_EMULATED_TILES")
+if EMULATED == "avx512":
+    EMULATES.append("-DKVBACKEND_EMULATED_AVX512")
+    AVX512 = [*AVX2, "-O1", "-Wno-psabi", "-include", "csrc/cpu/emulated_avx512.h"]
+    BF16 = [*AVX512, "-DKVBACKEND_EMULATED_BF16"]
+BF16 += EMULATES
 MODULE = Path("kvbackend") / f"_build{sysconfig.get_config_var('EXT_SUFFIX')}"
 CUDA_TARGETS = ("80", "90", "100", "120")  # of csrc/cuda, as far as nvcc knows them
 
@@ -79,7 +87,7 @@ def variants() -> dict[str, list[str]]:
         from torch.backends.cpu import get_cpu_capability
 
         found["avx2"] = AVX2
-        if wanted != "native" or get_cpu_capability() == "AVX512":
+        if wanted != "native" or EMULATED or get_cpu_capability() == "AVX512":
             found |= {"avx512": AVX512, "avx512_bf16": BF16}
     return found
 
@@ -110,9 +118,8 @@ def cpu_library(build: Path, target: Path) -> None:
     common = [*COMMON_FLAGS, *includes]
     held = variants()
     holds = [f"-DKVBACKEND_{variant.upper()}" for variant in ("avx2", "avx512") if variant in held]
-    emulated = [flag for flag in BF16 if "EMULATED" in flag]
     once = (SOURCES / "cpu" / "isa.cpp", SOURCES / "common" / "direct.cpp")
-    jobs = [(path, build / f"{path.stem}.o", ["-DKVBACKEND_ISA=plain", *holds, *emulated]) for path in once]
+    jobs = [(path, build / f"{path.stem}.o", ["-DKVBACKEND_ISA=plain", *holds, *EMULATES]) for path in once]
     for variant, flags in held.items():
         registers = ["-DKVBACKEND_REGISTERS", *holds] if variant == "plain" else []
         for path in (write_side, *ops, probes):  # what takes longest is not left to the end

@@ -21,7 +21,7 @@ inline bool has_tiles() {
   return found;
 }
 
-#ifdef KVBACKEND_EMULATED_TILES  // ci/amx_emulated.sh: the same loops over tiles in memory, where the CPU has none
+#ifdef KVBACKEND_EMULATED_TILES  // ci/emulated.sh: the same loops over tiles in memory, where the CPU has none
 struct TileScope {
   TileScope() {}
   ~TileScope() {}

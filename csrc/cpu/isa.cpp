@@ -30,7 +30,10 @@ bool has_tiles(const CpuFeatures& cpu) {
 #endif
 
 Isa best() {
-  [[maybe_unused]] const CpuFeatures cpu = cpu_features();
+  [[maybe_unused]] CpuFeatures cpu = cpu_features();
+#if defined(KVBACKEND_EMULATED_AVX512)
+  cpu.avx512 = cpu.avx512_bf16 = cpu.avx512_vbmi = true;
+#endif
 #if defined(KVBACKEND_AVX512)
   if (cpu.avx512_bf16 && cpu.avx512_vbmi) return has_tiles(cpu) ? Isa::amx : Isa::avx512_bf16;
   if (cpu.avx512) return Isa::avx512;
