@@ -326,6 +326,42 @@ void with_rows_at_once(int64_t width, F&& function) {
   function(std::integral_constant<int, 1>{});
 }
 
+// score_few for all rows of a tile: queries [width, dim], scores [count, width].
+template <class Products, class E>
+void score_few_all(const Products& products, const typename Products::Query* queries, int64_t dim, const E* const* keys,
+                   int64_t count, float* scores, int64_t width, Prefetcher& ahead) {
+  with_rows_at_once(width, [&](auto r) {
+    for (int64_t row = 0; row < width; row += r)
+      score_few<r>(products, queries + row * dim, dim, keys, count, scores + row, width, ahead);
+  });
+}
+
+// Whether `weigh` is called so often for a tile that a call can be one step.
+inline bool many_calls(int64_t width) { return width >= 4 * kLanes; }
+
+// What a call takes for so many keys.
+inline int64_t steps_of_block(int64_t width, int64_t count) { return many_calls(width) ? 1 : (count + 1) / 2; }
+
+// weigh for `rows` rows of a tile and all dims: weights [count, width], sums [rows, dims].
+template <class Products, class E>
+void weigh_all(const Products& products, const float* weights, int64_t width, int64_t rows, const E* const* values,
+               int64_t count, const float* decay, float* sums, int64_t dims, Prefetcher& ahead) {
+  with_rows_at_once(width, [&](auto r) {
+    each_block<r, E>(rows, dims, [&](auto v, auto odd, int64_t row, int64_t d) {
+      const auto weigh_block = [&](auto& ahead) {
+        weigh<r, v, odd>(products, weights + row, width, values, count, d, decay + row, sums + row * dims, dims, ahead);
+      };
+      if (std::is_same_v<E, float> && many_calls(width)) {
+        FetchNothing nothing;
+        ahead.step();
+        weigh_block(nothing);
+      } else {
+        weigh_block(ahead);
+      }
+    });
+  });
+}
+
 // rows [count, width] of a tile, each times its key's factor.
 template <class Some>
 void multiply_keys_by(float* rows, int64_t count, int64_t width, const float* factors) {

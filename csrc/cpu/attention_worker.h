@@ -16,7 +16,8 @@
 //   const CachedRows<T>& keys(), &values();          values where value_dim is not 0. With kValuesAreKeys keys() are
 //   the
 //                                                    first value_dim numbers of a key
-//   bool in_place();                                 rows can be read where they lie, by keys() and values()
+//   static constexpr bool kInPlace;                  rows may lie so that they are read there, by keys() and values():
+//   bool in_place();                                 whether these do; only where some may
 //   bool stored();                                   keys are as the cache holds them, but for a factor
 //   void load_query(token, head, E* out);            E is float, or T
 //   void load_key(keys, n, head, RowBuffer&, E* out), load_value(..);   E is float, or exact_bf16
@@ -104,7 +105,7 @@ class Worker {
     sequence_ = &sequence;
     width_ = width_of(task.rows());
     tiled_ = kTiles<T> && source_.stored() && width_ >= kSide;
-    in_place_ = source_.in_place() && width_ <= kFewRows;
+    if constexpr (Source::kInPlace) in_place_ = source_.in_place() && width_ <= kFewRows;
     rows_in_lanes_ = !in_place_ && width_ >= kLanes;
     paired_ = kTiles<T> && in_place_ && !source_.keys().grouped() && (value_dim_ == 0 || !source_.values().grouped());
     scales_later_ = false;
@@ -286,34 +287,29 @@ class Worker {
         if (!rows_in_lanes_) steps += (count + kKeys - 1) / kKeys * (dim_ / kPair);
       });
       if (value_dim_ > 0) {
-        with_type_read(Source::kValuesAreKeys ? source_.keys() : source_.values(),
-                       [&](auto zero) { steps += blocks_of<r, decltype(zero)>(value_dim_) * steps_of_block(count); });
+        with_type_read(Source::kValuesAreKeys ? source_.keys() : source_.values(), [&](auto zero) {
+          steps += blocks_of<r, decltype(zero)>(value_dim_) * steps_of_block(width_, count);
+        });
       }
       steps *= width_ / r;
     });
     return steps;
   }
 
-  // Whether `weigh` is called so often that a call can be one step.
-  bool many_calls() const { return width_ >= 4 * kLanes; }
-
-  // What it takes for so many keys.
-  int64_t steps_of_block(int64_t count) const { return many_calls() ? 1 : (count + 1) / 2; }
-
   // function(E{}): what the loops read.
   template <class F>
   void with_type_read(const CachedRows<T>& rows, F&& function) const {
-    in_place_ ? rows.with_type(function) : function(0.0f);
+    if constexpr (Source::kInPlace) {
+      if (in_place_) return rows.with_type(function);
+    }
+    function(0.0f);
   }
 
   // Scores of a tile of keys and one kv head, scaled where queries are, and not masked.
   void score(const Keys& keys, int64_t head) {
     if (tiled_) return score_tiled(keys, head);
-    if (in_place_) {
-      with_rows(source_.keys(), keys, keys.key, head, key_scales_, [&](const auto* rows, auto grouped, Groups groups) {
-        score_few_rows<grouped>(keys, head, rows, groups);
-      });
-      return apply_factors(source_.keys(), keys, head);
+    if constexpr (Source::kInPlace) {
+      if (in_place_) return score_in_place(keys, head);
     }
     for (int64_t n = 0; n < keys.count; ++n)
       source_.load_key(keys, n, task_->first_head + head, key_buffer_, key_rows_ + n * apart(dim_));
@@ -322,38 +318,34 @@ class Worker {
                              scores_, width_, ahead_);
     const float* key[kTile + kManySums];
     for (int64_t n = 0; n < keys.count + kManySums; ++n) key[n] = key_rows_ + std::min(n, keys.count - 1) * apart(dim_);
-    score_few_rows<false>(keys, head, key, {});
+    score_rows<false>(keys, head, key, {});
+  }
+
+  void score_in_place(const Keys& keys, int64_t head) {
+    with_rows(source_.keys(), keys, keys.key, head, key_scales_,
+              [&](const auto* rows, auto grouped, Groups groups) { score_rows<grouped>(keys, head, rows, groups); });
+    apply_factors(source_.keys(), keys, head);
   }
 
   template <bool kGrouped, class E>
-  void score_few_rows(const Keys& keys, int64_t head, const E* const* key, const Groups& groups) {
+  void score_rows(const Keys& keys, int64_t head, const E* const* key, const Groups& groups) {
     const float* queries = queries_ + head * width_ * dim_;
 #if defined(__AVX512BF16__)
-    if constexpr (kTiles<T> && !kGrouped) {
-      if (paired_) return score_rows(InHalves<E>{}, as_bf16(queries_ + head * width_ * dim_), key, keys.count);
+    if constexpr (kTiles<T> && Source::kInPlace && !kGrouped) {
+      if (paired_)
+        return score_few_all(InHalves<E>{}, as_bf16(queries_ + head * width_ * dim_), dim_, key, keys.count, scores_,
+                             width_, ahead_);
     }
 #endif
-    score_rows(InFloats<kGrouped, E>{groups}, queries, key, keys.count);
-  }
-
-  template <class Products, class E>
-  void score_rows(const Products& products, const typename Products::Query* queries, const E* const* key,
-                  int64_t count) {
-    with_rows_at_once(width_, [&](auto r) {
-      for (int64_t row = 0; row < width_; row += r)
-        score_few<r>(products, queries + row * dim_, dim_, key, count, scores_ + row, width_, ahead_);
-    });
+    score_few_all(InFloats<kGrouped, E>{groups}, queries, dim_, key, keys.count, scores_, width_, ahead_);
   }
 
   // The scores have become weights: the values of a tile and one kv head, weighed, are added to the sums.
   void weigh(const Keys& keys, int64_t head) {
     if (value_dim_ == 0) return;
     if (tiled_) return weigh_tiled(keys, head);
-    if (in_place_) {
-      apply_factors(source_.values(), keys, head);
-      return with_rows(
-          source_.values(), keys, keys.value, head, value_scales_,
-          [&](const auto* rows, auto grouped, Groups groups) { weigh_rows<grouped>(keys, head, rows, groups); });
+    if constexpr (Source::kInPlace) {
+      if (in_place_) return weigh_in_place(keys, head);
     }
     const float* value[kTile];
     for (int64_t n = 0; n < keys.count; ++n) {
@@ -364,37 +356,31 @@ class Worker {
     weigh_rows<false>(keys, head, value, {});
   }
 
+  void weigh_in_place(const Keys& keys, int64_t head) {
+    apply_factors(source_.values(), keys, head);
+    with_rows(source_.values(), keys, keys.value, head, value_scales_,
+              [&](const auto* rows, auto grouped, Groups groups) { weigh_rows<grouped>(keys, head, rows, groups); });
+  }
+
   template <bool kGrouped, class E>
   void weigh_rows(const Keys& keys, int64_t head, const E* const* value, const Groups& groups) {
     float* sums = sums_ + head * width_ * value_dim_;
-    with_rows_at_once(width_, [&](auto r) {
 #if defined(__AVX512BF16__)
-      if constexpr (kTiles<T> && !kGrouped) {
-        if (paired_) {
-          alignas(kLine) uint32_t pairs[kTile * kLanes / 4];
-          pair_weights(scores_, keys.count, width_, pairs);
-          return each_block<r, E>(task_->rows(), value_dim_, [&](auto v, auto, int64_t row, int64_t d) {
+    if constexpr (kTiles<T> && Source::kInPlace && !kGrouped) {
+      if (paired_) {
+        alignas(kLine) uint32_t pairs[kTile * kLanes / 4];
+        pair_weights(scores_, keys.count, width_, pairs);
+        return with_rows_at_once(width_, [&](auto r) {
+          each_block<r, E>(task_->rows(), value_dim_, [&](auto v, auto, int64_t row, int64_t d) {
             weigh_pairs<r, v>(pairs + row, width_, value, keys.count, d, decay_ + row, sums + row * value_dim_ + d,
                               value_dim_, ahead_);
           });
-        }
+        });
       }
+    }
 #endif
-      const InFloats<kGrouped, E> products{groups};
-      each_block<r, E>(task_->rows(), value_dim_, [&](auto v, auto odd, int64_t row, int64_t d) {
-        const auto weigh = [&](auto& ahead) {
-          kvbackend::KVBACKEND_ISA::weigh<r, v, odd>(products, scores_ + row, width_, value, keys.count, d,
-                                                     decay_ + row, sums + row * value_dim_, value_dim_, ahead);
-        };
-        if (std::is_same_v<E, float> && many_calls()) {
-          FetchNothing nothing;
-          ahead_.step();
-          weigh(nothing);
-        } else {
-          weigh(ahead_);
-        }
-      });
-    });
+    weigh_all(InFloats<kGrouped, E>{groups}, scores_, width_, task_->rows(), value, keys.count, decay_, sums,
+              value_dim_, ahead_);
   }
 
   // function(rows, grouped, groups): a tile's rows where they lie, and the scales of their groups.

@@ -56,12 +56,13 @@ struct RowBuffer {
   int64_t offset = -1;
 };
 
-template <class T>
-class CachedRows {
+// Where the rows of a cache are and what its codes stand for: all that does not depend on the dtype of the call, and so
+// is compiled once for all of them.
+class CachedCodes {
  public:
-  CachedRows() = default;  // no rows
+  CachedCodes() = default;  // no rows
 
-  explicit CachedRows(const CacheArguments& given)
+  explicit CachedCodes(const CacheArguments& given)
       : data_(static_cast<const char*>(given.cache.const_data_ptr())),
         format_(given.format && given.format->quantized() ? given.format : nullptr),
         element_(given.cache.element_size()),
@@ -104,13 +105,6 @@ class CachedRows {
   // Whether rows are numbers of T, one after the other, in whole pairs of vectors.
   bool plain() const { return data_ && !format_ && step_ == 1 && size_ % kPair == 0; }
 
-  // Whether load_pair delivers even numbers first.
-  bool evens_first() const {
-    bool evens_first = false;
-    with_type([&](auto zero) { evens_first = kEvensFirst<decltype(zero)>; });
-    return evens_first;
-  }
-
   // A row's place, with its head's to be added.
   int64_t offset(int64_t block, int64_t slot) const { return block * block_ + slot * slot_; }
   int64_t slot_bytes() const { return slot_; }
@@ -136,38 +130,6 @@ class CachedRows {
     scales_->read_floats(keys.block, keys.slot, keys.count, head, out);
   }
 
-  // The row at `offset`; `block`, `slot` and `head` say whose scales it has. exact_bf16 is for T of bf16 only. What is
-  // not factored is rounded to it.
-  template <class E>
-  void load(int64_t offset, int64_t block, int64_t slot, int64_t head, RowBuffer& buffer, E* out) const {
-    constexpr bool exact = std::is_same_v<E, exact_bf16>;
-    if (!format_) {
-      using Number = std::conditional_t<exact, bf16, E>;
-      return load_row(reinterpret_cast<const std::conditional_t<exact, bf16, T>*>(row(offset, head)), step_, size_,
-                      reinterpret_cast<Number*>(out));
-    }
-    with_codes(*format_, [&](auto zero) {
-      const auto* codes = dense_codes<decltype(zero)>(row(offset, head), buffer);
-      const bool bare = exact && factored();
-      if (bare && !grouped()) return decode_span(codes, size_, 1.0f, 0.0f, 1.0f, out);
-      read_scales(block, slot, head, buffer);
-      const auto decode = [&](auto* to, float global) {
-        decode_row(codes, scales_->span(), scales_->count(), buffer.scales.data(), buffer.lows.data(), global, to);
-      };
-      if constexpr (exact) {
-        bare ? decode(out, 1.0f) : decode(reinterpret_cast<bf16*>(out), global_);
-      } else {
-        decode(out, global_);
-      }
-    });
-  }
-
-  // function(Code{} or T{}).
-  template <class F>
-  void with_type(F&& function) const {
-    format_ ? with_codes(*format_, function) : function(T{});
-  }
-
   // Whether rows read in place have scales of groups, and how many numbers one covers.
   bool grouped() const { return format_ && format_->per == Per::group; }
   int64_t span() const { return scales_->span(); }
@@ -189,7 +151,27 @@ class CachedRows {
     scales_->decode_bytes(bytes, keys.count * count, out);
   }
 
- private:
+ protected:
+  // The row of codes at `offset`; `block`, `slot` and `head` say whose scales it has.
+  template <class E>
+  void load_codes(int64_t offset, int64_t block, int64_t slot, int64_t head, RowBuffer& buffer, E* out) const {
+    with_codes(*format_, [&](auto zero) {
+      constexpr bool exact = std::is_same_v<E, exact_bf16>;
+      const auto* codes = dense_codes<decltype(zero)>(row(offset, head), buffer);
+      const bool bare = exact && factored();
+      if (bare && !grouped()) return decode_span(codes, size_, 1.0f, 0.0f, 1.0f, out);
+      read_scales(block, slot, head, buffer);
+      const auto decode = [&](auto* to, float global) {
+        decode_row(codes, scales_->span(), scales_->count(), buffer.scales.data(), buffer.lows.data(), global, to);
+      };
+      if constexpr (exact) {
+        bare ? decode(out, 1.0f) : decode(reinterpret_cast<bf16*>(out), global_);
+      } else {
+        decode(out, global_);
+      }
+    });
+  }
+
   template <class Code>
   const Code* dense_codes(const char* from, RowBuffer& buffer) const {
     const Code* codes = reinterpret_cast<const Code*>(from);
@@ -217,6 +199,35 @@ class CachedRows {
   int64_t step_ = 1, size_ = 0;              // from element to element, and how many numbers
   std::optional<Scales> scales_;
   float global_ = 1.0f;
+};
+
+template <class T>
+class CachedRows : public CachedCodes {
+ public:
+  using CachedCodes::CachedCodes;
+
+  // function(Code{} or T{}).
+  template <class F>
+  void with_type(F&& function) const {
+    format_ ? with_codes(*format_, function) : function(T{});
+  }
+
+  // Whether load_pair delivers even numbers first.
+  bool evens_first() const {
+    bool evens_first = false;
+    with_type([&](auto zero) { evens_first = kEvensFirst<decltype(zero)>; });
+    return evens_first;
+  }
+
+  // The row at `offset`; `block`, `slot` and `head` say whose scales it has. exact_bf16 is for T of bf16 only. What is
+  // not factored is rounded to it.
+  template <class E>
+  void load(int64_t offset, int64_t block, int64_t slot, int64_t head, RowBuffer& buffer, E* out) const {
+    if (format_) return load_codes(offset, block, slot, head, buffer, out);
+    constexpr bool exact = std::is_same_v<E, exact_bf16>;
+    load_row(reinterpret_cast<const std::conditional_t<exact, bf16, T>*>(row(offset, head)), step_, size_,
+             reinterpret_cast<std::conditional_t<exact, bf16, E>*>(out));
+  }
 };
 
 // The rows of a tile's keys in a cache, at their offsets; none where a source has its rows elsewhere.

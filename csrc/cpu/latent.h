@@ -28,6 +28,7 @@ template <class T>
 class LatentSource {
  public:
   static constexpr bool kValuesAreKeys = true;
+  static constexpr bool kInPlace = false;
 
   LatentSource(const Tensor& q_nope, const Tensor& q_pe, const CacheArguments& ckv, const CacheArguments& kpe)
       : heads_(q_nope.size(1)), q_nope_(q_nope), q_pe_(q_pe), ckv_(ckv), kpe_(kpe) {
@@ -42,7 +43,6 @@ class LatentSource {
   int64_t value_dim() const { return ckv_.size(); }
   const CachedRows<T>& keys() const { return ckv_; }
   const CachedRows<T>& values() const { return ckv_; }
-  bool in_place() const { return false; }
   // Where the latent has a factor, tiles must tell it from the rotary part.
   bool stored() const { return ckv_.factored() && (!ckv_.has_factor() || ckv_.size() % 32 == 0); }
 

@@ -18,6 +18,7 @@ template <class T>
 class PagedSource {
  public:
   static constexpr bool kValuesAreKeys = false;
+  static constexpr bool kInPlace = true;
 
   // Without value_cache, values have no dims.
   PagedSource(const Tensor& q, const CacheArguments& keys, const std::optional<CacheArguments>& values,

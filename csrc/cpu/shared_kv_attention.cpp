@@ -138,6 +138,7 @@ template <class T>
 class ListedSource {
  public:
   static constexpr bool kValuesAreKeys = true;
+  static constexpr bool kInPlace = false;
 
   ListedSource(const Tensor& q, const AllRows<T>& rows)
       : rows_(rows),
@@ -152,7 +153,6 @@ class ListedSource {
   int64_t kv_heads() const { return 1; }
   int64_t dim() const { return dim_; }
   int64_t value_dim() const { return dim_; }
-  bool in_place() const { return false; }
   bool stored() const { return true; }  // or codes that are exact in bfloat16
   bool in_order() const { return true; }
   int64_t position(int64_t /*block*/, int64_t /*slot*/) const { return 0; }

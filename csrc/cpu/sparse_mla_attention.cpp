@@ -50,6 +50,7 @@ template <class T>
 class RecordSource {
  public:
   static constexpr bool kValuesAreKeys = true;
+  static constexpr bool kInPlace = false;
 
   RecordSource(const Tensor& q_nope, const Tensor& q_pe, const RecordPages& pages, const Record& record)
       : heads_(q_nope.size(1)),
@@ -67,7 +68,6 @@ class RecordSource {
   int64_t kv_heads() const { return 1; }
   int64_t dim() const { return q_nope_.size + q_pe_.size; }
   int64_t value_dim() const { return q_nope_.size; }
-  bool in_place() const { return false; }
   bool stored() const { return true; }
 
   template <class E>
