@@ -220,6 +220,40 @@ def test_an_nvcc_that_is_none_is_told(nvcc: str, why: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_objects_follow_what_their_precompiled_header_was_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    build = script("setup.py")
+    monkeypatch.chdir(tmp_path)
+    sources = Path("csrc") / "cpu"
+    sources.mkdir(parents=True)
+    (sources / "number.h").write_text("constexpr int number = 1;\n")
+    (sources / "kernel.h").write_text('#pragma once\n#include "number.h"\n')
+    (sources / "op.cpp").write_text('#include "kernel.h"\nint op() { return number; }\n')
+    held = Path("held")
+
+    def compiled() -> tuple[bytes, int]:
+        flags = build.precompiled(held, [], [])
+        build.compile_one(build.COMPILER, [], sources / "op.cpp", Path("op.o"), flags)
+        return Path("op.o").read_bytes(), Path("op.o").stat().st_mtime_ns
+
+    first = compiled()
+    if not (held / "kernel.h.gch").exists():
+        pytest.skip("only GCC makes precompiled headers here: set CXX to a g++")
+    assert "kernel.h" not in Path("op.d").read_text()  # or the file was not used
+    assert compiled() == first
+    (sources / "number.h").write_text("constexpr int number = 2;\n")
+    second = compiled()
+    assert second[0] != first[0]
+    # one that the compiler cannot use, as after it was replaced by another release, does no harm
+    (held / "kernel.h.gch").write_text("")
+    third = compiled()
+    assert third[0] == second[0]
+    assert third[1] > second[1]
+    assert "kernel.h" in Path("op.d").read_text()
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here: apt-get install make")
 def test_an_environment_of_another_torch_is_made_again(tmp_path: Path) -> None:
     """The environment is told by its stamp; commands are printed, not run."""
