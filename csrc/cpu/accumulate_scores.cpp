@@ -17,7 +17,7 @@ class Norms {
 
   void write(int64_t token, int64_t head, float peak, float total, float* /*values*/) const {
     if (peak == -kInfinity && total == 0) return;
-    if (!sinks_.empty()) total += std::exp(sinks_[head] - peak);
+    if (!sinks_.empty()) total += sinks_[head] == peak ? 1.0f : std::exp(sinks_[head] - peak);  // also if both are +inf
     peaks_[token * heads_ + head] = peak;
     inverses_[token * heads_ + head] = 1.0f / total;
   }
@@ -79,17 +79,24 @@ void add_up(Worker& worker, const Plan& plan, const Share& share, const Norms& n
     worker.begin(task, plan.batch[share.sequence]);
     const int64_t width = worker.width(), rows = task.rows(), state = worker.state_width();
     std::vector<float> peak(task.heads * state), inverse(task.heads * state);
+    std::vector<int64_t> nans;  // of those, rows whose probabilities are all NaN
     for (int64_t i = 0; i < task.heads * state; ++i) {
       const int64_t row = i % state % width, head = worker.query_head(i / state, row);
       if (row >= rows) continue;
       peak[i] = norms.peak(worker.token(row), head);
       inverse[i] = norms.inverse(worker.token(row), head);
+      if (std::isnan(inverse[i]) && i % state < width) nans.push_back(i);
     }
     worker.walk([&](const Keys& keys, int64_t head) {
       worker.strips([&](float* scores, int64_t columns, int64_t first) {
         const int64_t row = head * state + first;
         make_probabilities(scores, keys.count, columns, peak.data() + row, inverse.data() + row);
       });
+      for (int64_t i : nans) {  // a logit of -inf among them, too, which looked like a key that is not seen
+        for (int64_t n = 0; i / state == head && n < keys.count; ++n) {
+          if (worker.sees(keys, n, i % state)) worker.score_at(n, i % state) = inverse[i];
+        }
+      }
       for (int64_t n = 0; n < keys.count; ++n) {
         float sum = 0;
         for (int64_t row = 0; row < rows; ++row) sum += worker.score_at(n, row);

@@ -215,7 +215,8 @@ void merge_parts(const Plan& plan, int64_t value_dim, const float* parts, const 
       std::fill(values.begin(), values.end(), 0.0f);
       for (int64_t n = 0; n < sequence.parts; ++n) {
         const float* part = first + n * size;
-        const float worth = part[0] == -kInfinity ? 0.0f : std::exp(part[0] - peak);
+        const float difference = part[0] == peak ? 0.0f : part[0] - peak;  // also where both are +inf
+        const float worth = part[0] == -kInfinity ? 0.0f : std::exp(difference);
         total += worth * part[1];
         for (int64_t d = 0; d < value_dim; ++d) values[d] += worth * part[2 + d];
       }

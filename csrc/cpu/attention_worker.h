@@ -96,6 +96,7 @@ class Worker {
       });
       weigh(keys, head);
     });
+    if (std::count(peak_.data(), peak_ + task.heads * state_width(), kInfinity)) total_infinite();
     for (int64_t head = 0; head < task.heads; ++head) finish_head(head, finish);
   }
 
@@ -159,6 +160,12 @@ class Worker {
   // One of them: of key n and a row.
   float& score_at(int64_t n, int64_t row) {
     return tiled_ ? scores_[(row / kSide * kMostKeys + n) * kSide + row % kSide] : scores_[n * width_ + row];
+  }
+
+  // Whether key n is one that a row attends to.
+  bool sees(const Keys& keys, int64_t n, int64_t row) const {
+    const Bound& bound = bounds_[row / task_->members];
+    return keys.position[n] > bound.after && keys.position[n] <= bound.last;
   }
 
   int64_t width() const { return width_; }
@@ -629,6 +636,29 @@ class Worker {
         std::fill_n(scores_ + n * width_ + query * task_->members, task_->members, -kInfinity);
       }
     }
+  }
+
+  // Of rows with a logit of +inf: its weight, and so the row's total and values, are NaN by now. As a sum of
+  // exponentials it is e^peak, unless some logit is NaN, of which only the logits tell: they are made again.
+  void total_infinite() {
+    const auto each_row = [&](int64_t head, auto&& function) {
+      const int64_t first = head * state_width();
+      for (int64_t row = 0; row < task_->rows(); ++row) {
+        if (peak_[first + row] == kInfinity) function(row, total_ + first);
+      }
+    };
+    for (int64_t head = 0; head < task_->heads; ++head) {
+      each_row(head, [&](int64_t row, float* total) {
+        for (int64_t i = row; i < state_width(); i += width_) total[i] = i == row ? 1.0f : 0.0f;
+      });
+    }
+    walk([&](const Keys& keys, int64_t head) {
+      each_row(head, [&](int64_t row, float* total) {
+        for (int64_t n = 0; n < keys.count; ++n) {
+          if (std::isnan(score_at(n, row))) total[row] = score_at(n, row);
+        }
+      });
+    });
   }
 
   template <class F>
