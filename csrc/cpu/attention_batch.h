@@ -76,9 +76,9 @@ inline std::vector<Sequence> read_batch(const Pages& pages, const Tensor& seq_le
   std::vector<Sequence> batch;
   for (int64_t i = 0; i < pages.sequences(); ++i) {
     const int64_t first = std::clamp<int64_t>(offsets[i], 0, num_tokens);
-    const int64_t queries = std::clamp<int64_t>(offsets[i + 1], first, num_tokens) - first;
+    const int64_t queries = std::max(offsets[i + 1], first) - first;  // more than q has, where it lacks some
     const int64_t length = std::clamp<int64_t>(lengths[i], 0, (pages.capacity() + 1) * ratio - 1);
-    const int64_t wanted = std::min(queries, std::max<int64_t>(max_seqlen_q, 0));
+    const int64_t wanted = std::min({queries, num_tokens - first, std::max<int64_t>(max_seqlen_q, 0)});
     if (wanted > 0 && length > 0) batch.push_back({i, first, wanted, length, length - queries});
   }
   return batch;

@@ -319,6 +319,15 @@ def test_queries_past_the_batch_give_nothing(name: str, tail: int) -> None:
     assert out[:3].isfinite().all()
 
 
+@EVERY_OP
+def test_queries_that_are_not_there_move_no_other(name: str) -> None:
+    args = call(name, [1, 6], [5, 90])
+    whole = kernel(name, **args)
+    args |= {key: args[key][:-2] for key in queries(name)}
+    assert_close(kernel(name, **args), (whole[0][:-2], whole[1][:-2]))
+    assert_close(reference(name, **args), (whole[0][:-2], whole[1][:-2]))
+
+
 # ------------------------------------------------------------------------------------------------- strides, addresses
 
 
