@@ -437,13 +437,14 @@ class Dispatcher:
             f"def {self.op.name}({parameters}):",
             "    try:",
             *_indent(key_source(self.op, notes, scalars, places=not shorter), 2),
-            "    except (AttributeError, ValueError):  # no tensor, or sizes that do not fit",
-            "        _key = None",
-            "    if _key != _expected:",
+            "        _other = _key != _expected",
+            "    except (AttributeError, IndexError, RuntimeError, ValueError):  # no tensor, or one for a number",
+            "        _other = True",
+            "    if _other:",
             f"        _explain({names})",
             "    try:",
             f"        return _run({names})",
-            "    except RuntimeError as error:",
+            "    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of a wrong type, for one",
             "        _error = error",
             f"    _explain({names})",
             "    raise _translate(_error) from None",
@@ -451,9 +452,13 @@ class Dispatcher:
 
         def explain(*values: Any) -> None:
             """Raise if the call is wrong, or not one of those that the choice was made for."""
-            now = dict(zip(self.op.parameters, values, strict=True))
+            now = self.op.bind(values, {})
             self.op.validate(now)
-            if space["_read_key"](*values) != wanted:
+            try:
+                same = space["_read_key"](*values) == wanted
+            except IndexError:  # dims that the facts of the choice are about are not there
+                same = False
+            if not same:
                 raise UnsupportedError(
                     f"this resolved {self.op.name} (backend {backend}) was made for other arguments: {_describe(now)}; "
                     f"it takes other batch, token and block counts, but the same dtypes, devices, head counts, layouts "
@@ -484,7 +489,7 @@ def _run_source(names: str) -> list[str]:
     ]
 
 
-def _translate(error: RuntimeError) -> Exception:
+def _translate(error: Exception) -> Exception:
     """A native kernel can only throw RuntimeError; those that mean a wrong call become ArgumentError."""
     _, mark, message = str(error).partition(_KERNEL_MARK)
     return ArgumentError(message.splitlines()[0]) if mark else error

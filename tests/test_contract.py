@@ -93,14 +93,16 @@ def test_cpu_kernel_takes_every_sample_or_says_why(name: str) -> None:
 
 @EVERY_OP
 def test_arguments_of_wrong_types_are_told(name: str) -> None:
-    """By name, in the three ways of asking; torch's words stand for nothing that a caller wrote."""
+    """By name, in the four ways of asking; torch's words stand for nothing that a caller wrote."""
     op = registry[name]
     good = op.bind((), next(iter(samples(name).values())))
+    resolved = op.resolve(**good)
     arrays = {array.name for array in op.arrays}
     for argument, value in good.items():
         wrong = "x" if not isinstance(value, str) else 3
-        for bad in (wrong, [value], object()):
-            for ask in (op, op.resolve, lambda **call: explain(op, **call)):
+        for bad in (wrong, [value], object(), b"x", *([] if argument in arrays else [torch.zeros(2)])):
+            takes_bytes = isinstance(bad, bytes) and isinstance(value, str)  # torch's own binding reads them as text
+            for ask in (op.resolve, resolved, lambda **call: explain(op, **call), *([] if takes_bytes else [op])):
                 with pytest.raises(ArgumentError, match=rf"^{argument} is .*; it must be .*: pass one$"):
                     ask(**{**good, argument: bad})
     for call in ({**good, "more": 1}, {key: value for key, value in good.items() if key not in arrays}):
