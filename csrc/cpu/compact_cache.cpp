@@ -10,8 +10,9 @@ void compact_cache(const Tensor& cache, const Tensor& block_table, const Tensor&
   const int64_t num_seqs = kept.size(0), num_sets = kept.size(1), count = kept.size(2);
   const int64_t num_blocks = cache.size(0), block_size = cache.size(1), max_blocks = block_table.size(1);
   expect_shape(block_table, "block_table", {num_seqs, max_blocks});
-  KVBACKEND_CHECK(num_sets <= 1 || (cache.dim() > 2 && cache.size(2) == num_sets), "kept has ", num_sets,
-                  " sets of rows; it must have one, or one for each head of cache: pass select_tokens' result");
+  const int64_t heads = cache.dim() > 2 ? cache.size(2) : 1;
+  KVBACKEND_CHECK(num_sets == 1 || num_sets == heads, "kept has ", num_sets, " sets of rows and cache ", heads,
+                  " heads; it must have one set, or one for each head: pass select_tokens' result");
   if (block_size == 0) return;
   const Ids blocks(block_table, "block_table"), rows(kept, "kept");
   const int64_t element = static_cast<int64_t>(cache.element_size());

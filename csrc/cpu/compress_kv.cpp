@@ -239,6 +239,7 @@ std::tuple<Tensor, Tensor, Tensor> compress_kv(const Tensor& kv, const Tensor& n
   }
   std::optional<Ids> blocks;
   if (block_table) {
+    expect_rank(*block_table, "block_table", 2);
     expect_shape(*block_table, "block_table", {num_seqs, block_table->size(1)});
     KVBACKEND_CHECK(block_size > 0, "block_size is ", block_size, "; it must be positive: pass a block's rows");
     blocks.emplace(*block_table, "block_table");

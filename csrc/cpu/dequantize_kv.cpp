@@ -126,6 +126,9 @@ Tensor dequantize_kv(const Tensor& codes, const Tensor& scales, const std::strin
   expect_rank(codes, "codes", 3);
   expect_dtype(codes, "codes", format.storage);
   const int64_t num_tokens = codes.size(0), heads = codes.size(1), dim = codes.size(2) * format.per_byte();
+  KVBACKEND_CHECK(!format.group || (format.across_tokens(keys) ? num_tokens : dim) % format.group == 0, "codes are of ",
+                  num_tokens, " tokens and ", dim, " dims a head; ", kv_format, " has whole groups of ", format.group,
+                  ": pass all codes of each group");
   expect_scales(scales, "scales", format, scales_shape(format, keys, num_tokens, heads, dim));
   const float global = global_scale_of(format, global_scale, "global_scale");
   const ScalarType dtype = out_dtype == "fp32"   ? ScalarType::Float

@@ -552,7 +552,6 @@ void with_keys(const IndexerCall& call, F&& function) {
 template <class TilesOf, class MakeCollector>
 void score_keys(const IndexerCall& call, const IndexRows& rows, const std::vector<IndexTask>& tasks, TilesOf&& tiles_of,
                 MakeCollector&& make_collector) {
-  if (tasks.empty()) return;
   const std::vector<float> weights = read_weights(call.weights);
   int64_t work = 0;
   for (const IndexTask& task : tasks) work += task.cost() * call.q.size(1) * call.q.size(2);
@@ -560,6 +559,7 @@ void score_keys(const IndexerCall& call, const IndexRows& rows, const std::vecto
       std::min<int64_t>({torch::stable::get_num_threads(), static_cast<int64_t>(tasks.size()), work / kThreadWork + 1});
   with_keys(call, [&](auto zero, const auto& keys) {
     using T = decltype(zero);
+    if (tasks.empty()) return;  // only now: keys that do not fit are refused in any case
     std::atomic<size_t> taken{0};
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
       IndexWorker<T, std::decay_t<decltype(keys)>> worker(call, keys, weights);

@@ -22,9 +22,14 @@ Tensor lightning_indexer(const Tensor& q, const Tensor& weights, const Tensor& k
     select_keys(call, rows, rows.tasks(kQueries, kTile), tiles_of, k, by_score, 0, selected);
     return out;
   }
+  expect_rank(*candidates, "candidates", 2);
   expect_shape(*candidates, "candidates", {q.size(0), candidates->size(1)});
   const Ids ids(*candidates, "candidates");
   const int64_t count = candidates->size(1);
+  const int64_t covered = pages.capacity() / candidate_block_size + (pages.capacity() % candidate_block_size != 0);
+  KVBACKEND_CHECK(count <= covered, "candidates lists ", count, " blocks of ", candidate_block_size,
+                  " keys, more than block_table covers with its ", pages.capacity(),
+                  " keys: pass candidate_blocks' result for this block_table");
   const auto tiles_of = [&](const IndexTask& task) {
     std::vector<int64_t> blocks(count);
     for (int64_t i = 0; i < count; ++i) blocks[i] = ids(task.first_token, i);

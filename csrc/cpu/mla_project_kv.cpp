@@ -76,13 +76,15 @@ std::tuple<Tensor, Tensor> mla_project_kv(const Tensor& hidden, const Tensor& w_
   if (ckv_cache) {
     expect_rank(*ckv_cache, "ckv_cache", 3);
     expect_rank(*slot_mapping, "slot_mapping", 1);
+    KVBACKEND_CHECK(slot_mapping->size(0) <= num_tokens, "slot_mapping names ", slot_mapping->size(0), " slots for ",
+                    num_tokens, " tokens; it must be at most one for each: pass the slots of these tokens");
     const int64_t num_blocks = ckv_cache->size(0), block_size = ckv_cache->size(1);
     expect_shape(*ckv_cache, "ckv_cache", {num_blocks, block_size, rank});
     expect_shape(*kpe_cache, "kpe_cache", {num_blocks, block_size, rope});
     expect_dtype(*ckv_cache, "ckv_cache", hidden.scalar_type());
     expect_dtype(*kpe_cache, "kpe_cache", hidden.scalar_type());
     num_slots = num_blocks * block_size;
-    num_written = std::min(num_tokens, slot_mapping->size(0));
+    num_written = slot_mapping->size(0);
     write_ckv.emplace(ckv, *ckv_cache);
     write_kpe.emplace(kpe, *kpe_cache);
     slots.emplace(*slot_mapping, "slot_mapping");

@@ -9,7 +9,7 @@ namespace kvbackend::KVBACKEND_ISA {
 // Pages [num_blocks, page_bytes] of a record.
 class RecordPages {
  public:
-  // block_size -1: as many rows as fit.
+  // A block_size that is not positive: as many rows as fit.
   RecordPages(const Tensor& pages, const char* name, const Record& record, int64_t block_size)
       : data_(static_cast<const uint8_t*>(pages.const_data_ptr())),
         num_blocks_(pages.size(0)),
@@ -20,9 +20,12 @@ class RecordPages {
     expect_dtype(pages, name, ScalarType::Byte);
     KVBACKEND_CHECK(pages.stride(1) == 1 || pages.size(1) <= 1, name, " has bytes ", pages.stride(1),
                     " apart; those of a page must follow each other: make it contiguous");
-    if (block_size < 0) block_size_ = pages.size(1) / record.row_bytes();
-    KVBACKEND_CHECK(block_size_ * record.row_bytes() <= pages.size(1), name, " has pages of ", pages.size(1),
-                    " bytes; ", block_size_, " rows of ", record.name, " take ", block_size_ * record.row_bytes(),
+    const int64_t most = pages.size(1) / record.row_bytes();
+    if (block_size <= 0) block_size_ = most;
+    KVBACKEND_CHECK(block_size_ <= most, name, " has pages of ", pages.size(1), " bytes, for ", most, " rows of ",
+                    record.name, "; block_size is ", block_size_, ": pass the rows of a page, or -1");
+    KVBACKEND_CHECK(record.page_bytes(block_size_) == pages.size(1), name, " has pages of ", pages.size(1), " bytes; ",
+                    block_size_, " rows of ", record.name, " take ", record.page_bytes(block_size_),
                     ": pass whole pages");
   }
 

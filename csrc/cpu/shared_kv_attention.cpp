@@ -203,9 +203,9 @@ std::vector<Query> read_queries(const Tensor& seq_lens, const Tensor& cu_seqlens
   std::vector<Query> queries(num_tokens, Query{0, -1, 0, 0, 0});
   for (int64_t i = 0; i < seq_lens.size(0); ++i) {
     const int64_t first = std::clamp<int64_t>(offsets[i], 0, num_tokens);
-    const int64_t count = std::clamp<int64_t>(offsets[i + 1], first, num_tokens) - first;
+    const int64_t count = std::max(offsets[i + 1], first) - first;  // more than q has, where it lacks some
     const int64_t length = std::max<int64_t>(lengths[i], 0), start = length - count;
-    for (int64_t n = 0; n < std::min(count, max_seqlen_q); ++n)
+    for (int64_t n = 0; n < std::min({count, num_tokens - first, max_seqlen_q}); ++n)
       queries[first + n] = {i, start + n, start, length, first};
   }
   return queries;
@@ -237,6 +237,7 @@ std::tuple<Tensor, Tensor> shared_kv_attention(const Tensor& q, const Tensor& wi
                                                bool return_lse) {
   expect_rank(q, "q", 3);
   expect_rank(window_table, "window_table", 2);
+  expect_rank(seq_lens, "seq_lens", 1);
   const int64_t num_tokens = q.size(0), heads = q.size(1), dim = q.size(2), num_seqs = seq_lens.size(0);
   expect_shape(window_table, "window_table", {num_seqs, window_table.size(1)});
   expect_shape(cu_seqlens_q, "cu_seqlens_q", {num_seqs + 1});
@@ -247,8 +248,17 @@ std::tuple<Tensor, Tensor> shared_kv_attention(const Tensor& q, const Tensor& wi
   }
   KVBACKEND_CHECK(compressed_cache.has_value() == block_table.has_value(),
                   "compressed_cache and block_table come together: pass both, or neither");
-  if (block_table) expect_shape(*block_table, "block_table", {num_seqs, block_table->size(1)});
-  if (topk_indices) expect_shape(*topk_indices, "topk_indices", {num_tokens, topk_indices->size(1)});
+  KVBACKEND_CHECK(!topk_indices || compressed_cache,
+                  "topk_indices is given without compressed_cache; it chooses among "
+                  "compressed entries: pass both");
+  if (block_table) {
+    expect_rank(*block_table, "block_table", 2);
+    expect_shape(*block_table, "block_table", {num_seqs, block_table->size(1)});
+  }
+  if (topk_indices) {
+    expect_rank(*topk_indices, "topk_indices", 2);
+    expect_shape(*topk_indices, "topk_indices", {num_tokens, topk_indices->size(1)});
+  }
   if (sinks) expect_shape(*sinks, "sinks", {heads});
   std::vector<float> sink(sinks ? heads : 0);
   if (sinks) {
@@ -286,6 +296,8 @@ std::tuple<Tensor, Tensor> shared_kv_attention(const Tensor& q, const Tensor& wi
 
     // The list of each query: [T, width] ids of rows, as the block table of sequences with blocks of one row.
     const int64_t ring = window_table.size(1) * rows.window.block_size;
+    KVBACKEND_CHECK(ring >= window - 1, "window_table names ", ring, " rows; the window needs ", window - 1,
+                    " earlier ones: give each sequence more blocks");
     int64_t longest = 0, most = 0;
     for (const Query& query : queries) {
       longest = std::max(longest, std::min(window, query.position + 1));

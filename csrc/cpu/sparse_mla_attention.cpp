@@ -170,10 +170,9 @@ std::tuple<Tensor, Tensor> sparse_mla_attention(const Tensor& q_nope, const Tens
   }
   Selected selected(topk_indices, block_table, num_blocks, block_size);
   std::vector<Sequence> queries;
-  if (topk > 0) {
-    const Pages pages(block_table, num_blocks, block_size);
-    for (const Sequence& sequence : read_batch(pages, seq_lens, cu_seqlens_q, max_seqlen_q, num_tokens))
-      selected.add(sequence, causal, topk, queries);
+  const Pages pages(block_table, num_blocks, block_size);
+  for (const Sequence& sequence : read_batch(pages, seq_lens, cu_seqlens_q, max_seqlen_q, num_tokens)) {
+    if (topk > 0) selected.add(sequence, causal, topk, queries);
   }
   const LogitRule rule{static_cast<float>(softmax_scale), false, -1, 0.0f};
   std::tuple<Tensor, Tensor> result;

@@ -57,6 +57,8 @@ def compact_cache(
 
 def _slots(block_table: Tensor, position: Tensor, block_size: int) -> Tensor:
     """Slots of positions [B, n]; -1 where there is no position, or no block for it."""
+    if 0 in (block_size, block_table.shape[1]):
+        return torch.full_like(position, -1)
     index = position // block_size  # -1 for no position
     inside = (index >= 0) & (index < block_table.shape[1])
     block = block_table.long().gather(1, torch.where(inside, index, 0))

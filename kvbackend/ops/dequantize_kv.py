@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import formats
 from ..arrays import Float32, Rows, need, one_of
 from ..codecs import split
+from ..facts import fact
 from ..spec import op
 from . import _checks
 from ._samples import Maker
@@ -53,6 +54,8 @@ def _(codes, scales, kv_format, global_scale, role, out_dtype, **_):
     split.check_dtypes(fmt, codes, scales)
     head_dim = codes.shape[2] * split.per_byte(fmt)
     split.check_head_dim(fmt, role, head_dim)
+    if split.across_tokens(fmt, role):
+        split.check_rest(fmt, fact(f"codes.shape[0] % {fmt.group}", codes=codes))
     shape = split.scales_shape(fmt, role, (0, codes.shape[1], head_dim))
     if fmt.quantized and fmt.granularity not in split.STATIC:
         tokens = f"codes.shape[0] // {fmt.group}" if split.across_tokens(fmt, role) else "codes.shape[0]"

@@ -80,6 +80,11 @@ def _(cache, kv_format, scale, scale_cache, out_format, **_):
         f"kv_format is {kv_format!r}, whose groups span tokens; gather_cache reads formats with scales per token: "
         f"read it with paged_attention or dequantize whole groups with dequantize_kv",
     )
+    need(
+        not cached.quantized or cache.ndim >= 3,
+        f"cache has {cache.ndim} dims; with kv_format {kv_format!r} it has blocks, slots and the codes of a row, at "
+        f"least 3: reshape it",
+    )
     cached.check("cache", cache)
     need(
         out_format in ("auto", "fp32", "bf16", "fp16"),

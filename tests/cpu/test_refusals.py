@@ -1,9 +1,11 @@
-"""What the kernels behind resolved callables refuse themselves, so that nobody need look before them."""
+"""What the kernels behind resolved callables refuse themselves, so that nobody need look before them; and that tensors
+of other sizes, by whichever way they come, are refused or read as the reference reads them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,20 +14,27 @@ from torch import Tensor
 import kvbackend
 from kvbackend import backends
 from kvbackend.matrix import copy_arguments
+from kvbackend.matrix.judge import TOLERANCES, difference, flat_results, in_float64
 from kvbackend.ops import registry
+from kvbackend.spec import Op
 
 ADAPTERS = {name: backends.registered()["cpu"].adapter(name) for name in registry}
+BY_TORCH = {"absorb_q", "lowrank_project", "lowrank_reconstruct", "project_out", "quantize_kv"}  # some calls of theirs
 REFUSING = [name for name, adapter in ADAPTERS.items() if getattr(adapter, "REFUSES", False)]
 
 
 def misfits(tensor: Tensor) -> Iterator[Tensor]:
-    """Tensors of one more dim, and of one row less or more in each."""
+    """Tensors of one dim more or less, and of one row less or more in each; what is more names no token nor block."""
     yield tensor[None]
+    if tensor.dim() and tensor.shape[0]:
+        yield tensor[0]
     for dim, size in enumerate(tensor.shape):
         if size:
             yield tensor.narrow(dim, 0, size - 1)
             rows = tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch joins no FP8
-            yield torch.cat([rows, rows.narrow(dim, 0, 1)], dim).view(tensor.dtype)
+            more = rows.narrow(dim, 0, 1)
+            names = tensor.dtype in (torch.int32, torch.int64)
+            yield torch.cat([rows, torch.full_like(more, -1) if names else more], dim).view(tensor.dtype)
 
 
 @pytest.mark.parametrize("name", REFUSING)
@@ -50,7 +59,7 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_written(name: str)
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
 
 
 @pytest.mark.parametrize("name", REFUSING)
@@ -77,3 +86,62 @@ def test_a_resolved_callable_tells_what_does_not_fit_as_the_op_does(name: str) -
             except kvbackend.ArgumentError as error:
                 with pytest.raises(kvbackend.ArgumentError, match=f"^{re.escape(str(error))}$"):
                     resolved(**copy_arguments(wrong))
+
+
+def without_nans(value: Any) -> Any:
+    """Rows that nobody wrote may be named where sizes are others; as NaN they reach what they must not."""
+    if not isinstance(value, Tensor) or value.dtype not in TOLERANCES:
+        return value
+    return value.where(~value.isnan(), torch.zeros((), dtype=value.dtype))
+
+
+def outcome(op: Op, run: Any, call: dict[str, Any]) -> dict[str, Tensor] | Exception:
+    """What a call gives back and writes, or why it does not."""
+    call = copy_arguments(call)
+    try:
+        return flat_results(op, run(*call.values()), call)
+    except (RuntimeError, ValueError, IndexError) as error:
+        return error
+
+
+@pytest.mark.parametrize("name", sorted(ADAPTERS))
+def test_other_sizes_are_refused_or_give_what_the_reference_gives(name: str) -> None:
+    """By the resolved callable, and by the kernel alone: never a crash, nor silently something else."""
+    op, refused, given = registry[name], 0, 0
+    for sample, args in op.make_samples("cpu", torch.float32):
+        bound = {key: without_nans(value) for key, value in op.bind((), args).items()}
+        try:
+            with kvbackend.use("cpu"):
+                ways = {"resolved": op.resolve(**bound)}
+        except kvbackend.UnsupportedError:
+            continue
+        if name not in BY_TORCH:
+            ways["kernel"] = ADAPTERS[name].run
+        for array in op.arrays:
+            for misfit in misfits(bound[array.name]) if bound[array.name] is not None else ():
+                call = {**bound, array.name: misfit}
+                got = {
+                    f"{sample}: {array.name} {list(misfit.shape)}, {way}": outcome(op, run, call)
+                    for way, run in ways.items()
+                }
+                for what, result in got.items():
+                    clear = isinstance(result, (kvbackend.ArgumentError, kvbackend.UnsupportedError))
+                    assert clear or isinstance(result, dict) or "[kvbackend] " in str(result), f"{what}: {result!r}"
+                try:
+                    op.validate(call)
+                except kvbackend.ArgumentError:
+                    assert not any(isinstance(result, dict) for result in got.values()), f"one is taken: {list(got)}"
+                    refused += 1
+                    continue
+                try:
+                    op.check_values(call)
+                except kvbackend.ArgumentError:  # such as blocks that the smaller cache lacks: there is no right result
+                    continue
+                want = flat_results(op, op.reference(**(wanted := in_float64(op, call))), wanted)
+                for what, result in got.items():
+                    for key, tensor in result.items() if isinstance(result, dict) else ():
+                        allowed = 0.0 if op.exact else TOLERANCES.get(tensor.dtype, 0.0)
+                        assert difference(tensor, want[key].to(tensor.dtype)) <= allowed, f"{what}: {key}"
+                        given += 1
+    assert refused
+    assert given
