@@ -140,10 +140,16 @@ def attend(
         logits = logits + bias.mT[None, :, None]  # [Hk, S] over n and g
     masked = ~allowed[:, None, None]  # [n, 1, 1, S]
     lse = logits.masked_fill(masked, -torch.inf).logsumexp(-1)  # [n, Hk, G]
-    weights = (logits - lse[..., None]).exp().masked_fill(masked, 0)  # not nan_to_num: real NaNs stay
+    weights = probabilities(logits, lse[..., None], masked)
     v = v.masked_fill(~allowed.any(0)[:, None, None], 0)  # 0 * NaN is NaN, and no query sees these
     out = torch.einsum("nkgs,skd->nkgd", weights, v)
     return out.reshape(num_tokens, num_heads, v.shape[-1]), lse.reshape(num_tokens, num_heads)
+
+
+def probabilities(logits: Tensor, lse: Tensor, masked: Tensor) -> Tensor:
+    """e^(logits - lse), 0 where masked. All are 0 where lse is -inf: whose logits all are -inf sees no key."""
+    base = lse.masked_fill(lse == -torch.inf, 0)
+    return (logits - base).exp().masked_fill(masked, 0)  # not nan_to_num: real NaNs stay
 
 
 def nothing_seen(q: Tensor, value_dim: int, return_lse: bool) -> tuple[Tensor, Tensor]:

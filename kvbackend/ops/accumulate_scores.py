@@ -112,7 +112,7 @@ def accumulate_scores(
             lse = logits.masked_fill(unseen, -torch.inf).logsumexp(-1, keepdim=True)
             if sinks is not None:
                 lse = torch.logaddexp(lse, sinks.to(dtype).reshape(kv_heads, -1, 1))
-            mass += (logits - lse).exp().masked_fill(unseen, 0).sum(0).mean(1)  # [n, Hk, G, rows] -> [Hk, rows]
+            mass += _math.probabilities(logits, lse, unseen).sum(0).mean(1)  # [n, Hk, G, rows] -> [Hk, rows]
         if scores is not None:
             shared = min(scores.shape[2], len(exists))
             scores[sequence.index, :, :shared] += mass[:, :shared]

@@ -47,8 +47,8 @@ def page_logits(
     Returns [T, Hk, max_blocks * bs] float32: column m is page m of the query's own sequence; -inf where it is not
     scored.
 
-    NaN in a query or in the bounds of a page makes its scores NaN, which topk_indices never selects; infinite bounds
-    make them infinite or NaN.
+    NaN in a query, or in both bounds of a channel as a NaN key makes them, makes the scores NaN, which topk_indices
+    never selects; in one bound alone it may. Infinite bounds make them infinite or NaN.
     Undefined on accelerators: blocks that the caches lack (the CPU kernel takes them as no block).
     Source: Quest (arXiv 2406.10774), section 3.3; the largest of a kv head's query heads is our choice for GQA.
     """

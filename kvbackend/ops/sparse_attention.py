@@ -79,7 +79,7 @@ def sparse_attention(
                 logits = softcap * torch.tanh(logits / softcap)
             masked = ~allowed[:, head, None]
             lse = logits.masked_fill(masked, -torch.inf).logsumexp(-1)  # [n, G]
-            weights = (logits - lse[..., None]).exp().masked_fill(masked, 0)  # not nan_to_num: real NaNs stay
+            weights = _math.probabilities(logits, lse[..., None], masked)
             values_of = v[row, head].masked_fill(~allowed[:, head, :, None], 0)  # 0 * NaN is NaN
             by_head.append(torch.einsum("ngj,njd->ngd", weights, values_of))
             lse_by_head.append(lse)
