@@ -398,10 +398,10 @@ class Worker {
     rows.with_type([&](auto zero) {
       using E = decltype(zero);
       if constexpr (!std::is_same_v<E, uint4x2>) {  // KIVI's codes are not read in place
-        const E* row[kTile + kManySums];
+        const E *row[kTile + kManySums], *last = nullptr;
         const char* first = rows.row(0, head);
-        for (int64_t n = 0; n < keys.count; ++n) row[n] = reinterpret_cast<const E*>(first + offsets[n]);
-        std::fill_n(row + keys.count, kManySums, row[keys.count - 1]);
+        for (int64_t n = 0; n < keys.count; ++n) row[n] = last = reinterpret_cast<const E*>(first + offsets[n]);
+        std::fill_n(row + keys.count, kManySums, last);
         const auto with_groups = [&](const auto* row) {
           if constexpr (kMayHaveGroups<E>) {
             if (rows.grouped()) return function(row, std::true_type{}, load_groups(rows, keys, head, scales));
