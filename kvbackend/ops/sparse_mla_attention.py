@@ -90,9 +90,9 @@ def _selected(
 def _attend(q: Tensor, rows: Tensor, exists: Tensor, rank: int, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """Each query [n, H, D] over rows of its own [n, topk, D], whose first `rank` numbers are the values."""
     logits = (q @ rows.mT) * softmax_scale  # [n, H, topk]
-    lse = logits.masked_fill(~exists[:, None], -torch.inf).logsumexp(-1)
-    weights = (logits - lse[..., None]).exp().masked_fill(~exists[:, None], 0)  # not nan_to_num: real NaNs stay
-    return weights @ rows[..., :rank], lse
+    masked = ~exists[:, None]
+    lse = logits.masked_fill(masked, -torch.inf).logsumexp(-1)
+    return _math.probabilities(logits, lse[..., None], masked) @ rows[..., :rank], lse
 
 
 @sparse_mla_attention.check
