@@ -55,6 +55,8 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefe
 BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"]
 # For tests only (ci/emulated.sh): "tiles" puts AMX's tiles into memory, "avx512" does all of AVX-512 without it.
 EMULATED = os.environ.get("KVBACKEND_EMULATE", "")
+if EMULATED not in ("", "tiles", "avx512"):
+    raise SystemExit(f"KVBACKEND_EMULATE is {EMULATED!r}; it is tiles, avx512 or unset: unset it")
 EMULATES = []  # what isa.cpp is to know
 if EMULATED:
     EMULATES.append("-DKVBACKEND_EMULATED_TILES")

@@ -85,7 +85,16 @@ V read_as(const void* from) {
   return vector;
 }
 
-inline __m512i _mm512_load_si512(const void* from) { return read_as<__m512i>(from); }
+// As the instruction, which faults elsewhere.
+inline void expect_line(const void* place) {
+  if (reinterpret_cast<uintptr_t>(place) % 64) __builtin_trap();
+}
+
+inline __m512i _mm512_load_si512(const void* from) {
+  expect_line(from);
+  return read_as<__m512i>(from);
+}
+
 inline __m512i _mm512_loadu_si512(const void* from) { return read_as<__m512i>(from); }
 inline __m512 _mm512_loadu_ps(const void* from) { return read_as<__m512>(from); }
 
@@ -100,7 +109,11 @@ inline __m512i _mm512_maskz_loadu_epi16(__mmask32 mask, const void* from) {
 
 inline void _mm512_storeu_si512(void* to, __m512i from) { std::memcpy(to, &from, sizeof from); }
 inline void _mm512_storeu_ps(void* to, __m512 from) { std::memcpy(to, &from, sizeof from); }
-inline void _mm512_stream_si512(__m512i* to, __m512i from) { *to = from; }
+
+inline void _mm512_stream_si512(__m512i* to, __m512i from) {
+  expect_line(to);
+  *to = from;
+}
 
 inline void _mm512_mask_storeu_ps(void* to, __mmask16 mask, __m512 from) {
   for (int64_t i = 0; i < 16; ++i) {
@@ -464,7 +477,7 @@ float bf16_lane(const V& from, int64_t i) {
 // Two numbers a lane, the odd ones first.
 inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
   return vector_of<__m512, float>([&](int64_t i) {
-    const float odd = flushed(std::fma(bf16_lane(a, 2 * i + 1), bf16_lane(b, 2 * i + 1), lane<float>(sum, i)));
+    const float odd = flushed(std::fma(bf16_lane(a, 2 * i + 1), bf16_lane(b, 2 * i + 1), flushed(lane<float>(sum, i))));
     return flushed(std::fma(bf16_lane(a, 2 * i), bf16_lane(b, 2 * i), odd));
   });
 }

@@ -149,7 +149,7 @@ void store_rows(const Tensor& rows, const Tensor& cache, const Tensor& slot_mapp
   expect_rank(cache, "cache", 2);
   expect_dtype(cache, "cache", ScalarType::Byte);
   if (block_size < 1) block_size = cache.size(1) / record.row_bytes();
-  const RecordWriter pages(cache, record, std::max<int64_t>(block_size, 1));
+  const RecordWriter pages(cache, record, block_size);
   KVBACKEND_CHECK(cache.size(1) == record.page_bytes(block_size) && cache.stride(1) == 1 && pages.width() == width,
                   "cache holds no dense pages of ", kv_format, " for rows of ", width, " numbers: pass such pages");
   const Ids slots(slot_mapping, "slot_mapping");

@@ -237,12 +237,14 @@ def check_head_dim(fmt: KVFormat, role: str, head_dim: Any) -> None:
         )
 
 
-def check_rest(fmt: KVFormat, rest: Any) -> None:
+def check_rest(
+    fmt: KVFormat, rest: Any, name: str = "x", hint: str = "keep an unfilled group in full precision"
+) -> None:
     """No tokens are left over by groups of tokens."""
     need(
         rest == 0,
-        f"x has {rest} tokens more than whole groups; keys in {fmt} share scales across {fmt.group} tokens, so there "
-        f"must be a multiple of that: keep an unfilled group in full precision",
+        f"{name} has {rest} tokens more than whole groups; keys in {fmt} share scales across {fmt.group} tokens, so "
+        f"there must be a multiple of that: {hint}",
     )
 
 

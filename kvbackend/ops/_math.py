@@ -65,7 +65,9 @@ def gather_rows(cache: Tensor, block_table: Tensor, length: Tensor) -> tuple[Ten
     """
     num_blocks, block_size = cache.shape[:2]
     position = torch.arange(block_table.shape[0] * block_size, device=cache.device)
-    starts = position[::block_size] if block_size else position
+    if block_size == 0:
+        return cache.new_zeros(0, *cache.shape[2:]), position.bool()
+    starts = position[::block_size]
     in_use = (starts < length) & (block_table >= 0)
     exists = (position < length) & in_use.repeat_interleave(block_size)
     if num_blocks == 0:

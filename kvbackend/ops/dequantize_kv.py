@@ -55,7 +55,8 @@ def _(codes, scales, kv_format, global_scale, role, out_dtype, **_):
     head_dim = codes.shape[2] * split.per_byte(fmt)
     split.check_head_dim(fmt, role, head_dim)
     if split.across_tokens(fmt, role):
-        split.check_rest(fmt, fact(f"codes.shape[0] % {fmt.group}", codes=codes))
+        rest = fact(f"codes.shape[0] % {fmt.group}", codes=codes)
+        split.check_rest(fmt, rest, "codes", "pass all codes of each group")
     shape = split.scales_shape(fmt, role, (0, codes.shape[1], head_dim))
     if fmt.quantized and fmt.granularity not in split.STATIC:
         tokens = f"codes.shape[0] // {fmt.group}" if split.across_tokens(fmt, role) else "codes.shape[0]"

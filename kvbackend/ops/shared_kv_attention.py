@@ -78,7 +78,7 @@ def shared_kv_attention(
     outs, lses = [], []
     for sequence in _math.sequences(cu_seqlens_q, seq_lens, max_seqlen_q, num_tokens):
         position = sequence.positions  # [n]
-        new = (position >= 0).sum()
+        new = cu_seqlens_q[sequence.index + 1] - cu_seqlens_q[sequence.index]  # also those that q lacks
         written = sequence.length - new if kv is not None else sequence.length
         every = torch.full_like(sequence.length, _ALL)
         rows, exists = _pages.gather(window_cache, window_format, window_table[sequence.index], every, dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvbackend
-from kvbackend import backends
+from kvbackend import backends, native
 from kvbackend.matrix import copy_arguments
 from kvbackend.matrix.judge import TOLERANCES, difference, flat_results, in_float64
 from kvbackend.ops import registry
@@ -21,6 +21,12 @@ from kvbackend.spec import Op
 ADAPTERS = {name: backends.registered()["cpu"].adapter(name) for name in registry}
 BY_TORCH = {"absorb_q", "lowrank_project", "lowrank_reconstruct", "project_out", "quantize_kv"}  # some calls of theirs
 REFUSING = [name for name, adapter in ADAPTERS.items() if getattr(adapter, "REFUSES", False)]
+
+
+@pytest.fixture(autouse=True)
+def built() -> None:
+    """The kernels are there, also for who calls them past the dispatcher, which loads them."""
+    assert native.library("cpu").reason is None
 
 
 def misfits(tensor: Tensor) -> Iterator[Tensor]:
@@ -49,7 +55,7 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_written(name: str)
                     op.validate(call)
                 except kvbackend.ArgumentError:
                     before = copy_arguments(call)
-                    with pytest.raises(RuntimeError):
+                    with pytest.raises(RuntimeError, match=r"\[kvbackend\] "):
                         run(*call.values())
                     refused += 1
                     for written in op.mutates:
@@ -138,6 +144,10 @@ def test_other_sizes_are_refused_or_give_what_the_reference_gives(name: str) -> 
                 except kvbackend.ArgumentError:  # such as blocks that the smaller cache lacks: there is no right result
                     continue
                 want = flat_results(op, op.reference(**(wanted := in_float64(op, call))), wanted)
+                if not list(ADAPTERS[name].unsupported(**call)):
+                    refusals = {what: result for what, result in got.items() if isinstance(result, Exception)}
+                    others = [r for r in refusals.values() if not isinstance(r, kvbackend.UnsupportedError)]
+                    assert not others, f"refused, though the op takes it: {refusals}"
                 for what, result in got.items():
                     for key, tensor in result.items() if isinstance(result, dict) else ():
                         allowed = 0.0 if op.exact else TOLERANCES.get(tensor.dtype, 0.0)

@@ -292,3 +292,11 @@ def test_values(change, message, monkeypatch):
     monkeypatch.setenv("KVBACKEND_CHECK", "values")
     with pytest.raises(ArgumentError, match=message):
         Text().run(20, 23, **change)
+
+
+def test_queries_that_q_lacks_move_no_other() -> None:
+    """Those that are there stand where cu_seqlens_q puts them, and pages hold what was before the whole chunk."""
+    args = dict(shared_kv_attention.make_samples("cpu", torch.float32))["chunked prefill"]
+    whole, _ = shared_kv_attention(**args)
+    cut = {name: args[name][:-1] for name in ("q", "kv", "topk_indices") if args.get(name) is not None}
+    assert_close(shared_kv_attention(**args | cut)[0], whole[:-1])
