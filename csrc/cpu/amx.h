@@ -21,12 +21,19 @@ inline bool has_tiles() {
   return found;
 }
 
+// What tiles measure: all 16 rows of 64 bytes, or for products with few rows 0 to 2 `width` columns of 32 bits, 3 and 4
+// all, 5 to 7 `width` rows.
+inline int64_t tile_row_bytes(int tile, int64_t width) { return tile < 3 ? 4 * width : 64; }
+inline int64_t tile_rows(int tile, int64_t width) { return tile < 5 ? kSide : width; }
+
 #ifdef KVBACKEND_EMULATED_TILES  // ci/emulated.sh: the same loops over tiles in memory, where the CPU has none
-struct TileScope {
-  TileScope() {}
-  ~TileScope() {}
-};
 inline thread_local uint8_t tiles_in_memory[8][kSide][64];
+inline thread_local int64_t tiles_width = kSide;
+
+struct TileScope {
+  explicit TileScope(int64_t width = kSide) { tiles_width = width; }
+  ~TileScope() { tiles_width = kSide; }
+};
 
 template <int kTo>
 void tile_zero() {
@@ -34,28 +41,31 @@ void tile_zero() {
 }
 template <int kTo>
 void tile_load(const void* from, int64_t row_bytes) {
-  for (int row = 0; row < kSide; ++row)
-    std::memcpy(tiles_in_memory[kTo][row], static_cast<const char*>(from) + row * row_bytes, 64);
+  for (int row = 0; row < tile_rows(kTo, tiles_width); ++row)
+    std::memcpy(tiles_in_memory[kTo][row], static_cast<const char*>(from) + row * row_bytes,
+                tile_row_bytes(kTo, tiles_width));
 }
 template <int kFrom>
 void tile_store(void* to, int64_t row_bytes) {
-  for (int row = 0; row < kSide; ++row)
-    std::memcpy(static_cast<char*>(to) + row * row_bytes, tiles_in_memory[kFrom][row], 64);
+  for (int row = 0; row < tile_rows(kFrom, tiles_width); ++row)
+    std::memcpy(static_cast<char*>(to) + row * row_bytes, tiles_in_memory[kFrom][row],
+                tile_row_bytes(kFrom, tiles_width));
 }
 template <int kC, int kA, int kB>
 void tile_multiply() {
   auto* c = reinterpret_cast<float (*)[kSide]>(tiles_in_memory[kC]);
   auto* a = reinterpret_cast<const bf16(*)[kDepth]>(tiles_in_memory[kA]);
   auto* b = reinterpret_cast<const bf16(*)[kDepth]>(tiles_in_memory[kB]);
-  for (int m = 0; m < kSide; ++m)
+  for (int m = 0; m < tile_rows(kC, tiles_width); ++m)
     for (int k = 0; k < kDepth; ++k)
-      for (int n = 0; n < kSide; ++n) c[m][n] += to_float(a[m][k]) * to_float(b[k / 2][2 * n + k % 2]);
+      for (int n = 0; n < tile_row_bytes(kC, tiles_width) / 4; ++n)
+        c[m][n] += to_float(a[m][k]) * to_float(b[k / 2][2 * n + k % 2]);
 }
 #else
 // Tiles, if there are any, are configured for this thread while one of these lives.
 class TileScope {
  public:
-  TileScope() {
+  explicit TileScope(int64_t width = kSide) {
     if (!has_tiles()) return;
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -63,8 +73,8 @@ class TileScope {
       uint8_t rows[16] = {};
     } config;
     for (int tile = 0; tile < 8; ++tile) {
-      config.row_bytes[tile] = 64;
-      config.rows[tile] = kSide;
+      config.row_bytes[tile] = static_cast<uint16_t>(tile_row_bytes(tile, width));
+      config.rows[tile] = static_cast<uint8_t>(tile_rows(tile, width));
     }
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
   }

@@ -13,6 +13,7 @@ constexpr int64_t kMostKeys = 2 * kTile;  // attended to at once by whole strips
 constexpr int64_t kRows = 64;
 constexpr int64_t kMostKeys = kTile;
 #endif
+constexpr int64_t kNarrow = 2;            // rows at least of which products in tiles are worth it
 constexpr int64_t kPanel = 128;           // dims of keys and queries that are kept in L1
 constexpr int64_t kSplit = 512;           // where a sequence's keys may be cut: multiples of it
 constexpr int64_t kMostParts = 32;        // of one sequence

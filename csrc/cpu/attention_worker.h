@@ -33,8 +33,7 @@
 
 #include "cached_rows.h"
 #if defined(__AVX512BF16__)
-#include "attention_pairs.h"
-#include "attention_tiles.h"
+#include "attention_narrow.h"
 #endif
 
 namespace kvbackend::KVBACKEND_ISA {
@@ -57,7 +56,8 @@ constexpr bool kTiles = std::is_same_v<T, bf16>;
 template <class T>
 constexpr bool kTiles = false;
 constexpr int64_t kSide = kLanes;  // rows of a strip
-constexpr int64_t kPackedValues = 0;
+inline bool has_tiles() { return false; }
+constexpr int64_t kPackedValues = 0, kNarrowValues = 0, kNarrowRoom = 0;
 #endif
 
 // What a thread needs to work on tasks, one after the other. KeyPages says where a sequence's keys are, as Pages does.
@@ -75,7 +75,8 @@ class Worker {
     peak_.want(kRows * kLanes);
     total_.want(kRows * kLanes);
     decay_.want(kRows);
-    scores_.want(kMostKeys * kRows);
+    all_scores_.want(kMostKeys * kRows);
+    scores_ = all_scores_;
     bias_.want(kMostKeys);
     factors_.want(kMostKeys);
     row_.want(std::max(dim_, value_dim_));
@@ -91,8 +92,8 @@ class Worker {
     walk([&](const Keys& keys, int64_t head) {
       strips([&](float* scores, int64_t width, int64_t first) {
         const int64_t row = head * state_width() + first;
-        soften(scores, keys.count, width, scales_later_ ? rule_.scale : 1.0f, tiled_ ? kSlack : 0.0f, peak_ + row,
-               total_ + row, decay_ + first);
+        soften(scores, keys.count, width, scales_later_ ? rule_.scale : 1.0f, tiled_ || narrow_ ? kSlack : 0.0f,
+               peak_ + row, total_ + row, decay_ + first);
       });
       weigh(keys, head);
     });
@@ -109,6 +110,7 @@ class Worker {
     if constexpr (Source::kInPlace) in_place_ = source_.in_place() && width_ <= kFewRows;
     rows_in_lanes_ = !in_place_ && width_ >= kLanes;
     paired_ = kTiles<T> && in_place_ && !source_.keys().grouped() && (value_dim_ == 0 || !source_.values().grouped());
+    narrow_ = paired_ && width_ >= kNarrow && has_tiles();
     scales_later_ = false;
     want_keys();
     bounds_.clear();
@@ -128,7 +130,8 @@ class Worker {
   void walk(F&& function) {
     const Task& task = *task_;
     std::optional<Scope> scope;
-    if (tiled_) scope.emplace();
+    if (tiled_) scope.emplace(kSide);
+    if (narrow_) scope.emplace(width_);
     const int64_t tile = tiled_ ? kMostKeys : in_place_ ? few_keys() : kTile;
     Keys found[2];
     locate(task.begin, tile, found[0]);
@@ -137,12 +140,19 @@ class Worker {
       locate(begin + tile, tile, found[turn ^ 1]);
       if (keys.count == 0) continue;
       look_for_runs(keys);
-      const int64_t steps = tiled_ ? steps_of(keys.count) : steps_in_vectors(keys.count);
+      const int64_t steps = tiled_ ? steps_of(keys.count) : narrow_ ? 0 : steps_in_vectors(keys.count);
+      if (narrow_) score_narrow_heads(keys, next);
       for (int64_t head = 0; head < task.heads; ++head) {
-        ahead_.clear();
-        want_next(keys, next, head, begin == task.begin);
-        if (steps > 0) ahead_.finish_within(steps);
-        score(keys, head);
+        if (narrow_) {
+          scores_ = all_scores_ + head * kTile * width_;
+          pack_narrow(keys, head);
+          apply_factors(source_.keys(), keys, head);
+        } else {
+          ahead_.clear();
+          want_next(keys, next, head, begin == task.begin);
+          if (steps > 0) ahead_.finish_within(steps);
+          score(keys, head);
+        }
         adjust(keys, head);
         function(keys, head);
       }
@@ -153,7 +163,7 @@ class Worker {
   // from `first` on.
   template <class F>
   void strips(F&& function) {
-    if (!tiled_) return function(scores_.data(), width_, int64_t{0});
+    if (!tiled_) return function(scores_, width_, int64_t{0});
     for (int64_t row = 0; row < width_; row += kSide) function(scores_ + row * kMostKeys, kSide, row);
   }
 
@@ -197,6 +207,8 @@ class Worker {
   void want_keys() {
     if (tiled_) {  // bf16, two in a float
       want_rows(tile_keys_, kMostKeys * dim_ / 2, source_.dim());
+    } else if (narrow_) {
+      narrow_keys_.want(kTile * dim_ / 2);
     } else if (!in_place_) {
       want_rows(key_rows_, kTile * apart(dim_), source_.dim());
     }
@@ -216,6 +228,9 @@ class Worker {
       packed_values_.want(kPackedValues / 2);
       packed_weights_.want(kMostKeys * kRows / 2);
       if (!Source::kValuesAreKeys) want_rows(tile_values_, kMostKeys * value_dim_ / 2, source_.value_dim());
+    } else if (narrow_) {
+      narrow_values_.want(kNarrowValues * value_dim_ + kNarrowRoom);
+      narrow_weights_.want(kTile * kFewRows / 2);
     } else if (!in_place_ && !Source::kValuesAreKeys) {
       want_rows(value_rows_, kTile * apart(value_dim_), source_.value_dim());
     }
@@ -228,8 +243,11 @@ class Worker {
   void start_queries(int64_t head) {
     float* queries = queries_ + head * width_ * dim_;
     if constexpr (kTiles<T>) {
+      T* rows = reinterpret_cast<T*>(narrow_ ? narrow_keys_.data() : queries);
+      if (narrow_) std::memset(static_cast<void*>(rows), 0, width_ * dim_ * sizeof(T));
       for (int64_t row = 0; paired_ && row < task_->rows(); ++row)
-        source_.load_query(token(row), query_head(head, row), reinterpret_cast<T*>(queries) + row * dim_);
+        source_.load_query(token(row), query_head(head, row), rows + row * dim_);
+      if (narrow_) pack_narrow_queries(rows, width_, dim_, reinterpret_cast<T*>(queries));
     }
     for (int64_t row = 0; !paired_ && row < task_->rows(); ++row) {
       source_.load_query(token(row), query_head(head, row), row_.data());
@@ -331,7 +349,7 @@ class Worker {
   void score_in_place(const Keys& keys, int64_t head) {
     with_rows(source_.keys(), keys, keys.key, head, key_scales_,
               [&](const auto* rows, auto grouped, Groups groups) { score_rows<grouped>(keys, head, rows, groups); });
-    apply_factors(source_.keys(), keys, head);
+    if (!narrow_) apply_factors(source_.keys(), keys, head);
   }
 
   template <bool kGrouped, class E>
@@ -339,9 +357,13 @@ class Worker {
     const float* queries = queries_ + head * width_ * dim_;
 #if defined(__AVX512BF16__)
     if constexpr (kTiles<T> && Source::kInPlace && !kGrouped) {
-      if (paired_)
-        return score_few_all(InHalves<E>{}, as_bf16(queries_ + head * width_ * dim_), dim_, key, keys.count, scores_,
-                             width_, ahead_);
+      const bf16* halves = as_bf16(queries_ + head * width_ * dim_);
+      if (narrow_) {
+        FetchNear ahead{ahead_};
+        find_narrow_keys(keys, key);
+        return score_narrow(tiles_.part[0], keys.count, halves, width_, scores_, ahead);
+      }
+      if (paired_) return score_few_all(InHalves<E>{}, halves, dim_, key, keys.count, scores_, width_, ahead_);
     }
 #endif
     score_few_all(InFloats<kGrouped, E>{groups}, queries, dim_, key, keys.count, scores_, width_, ahead_);
@@ -365,6 +387,7 @@ class Worker {
 
   void weigh_in_place(const Keys& keys, int64_t head) {
     apply_factors(source_.values(), keys, head);
+    if (narrow_) return weigh_narrow(keys, head);
     with_rows(source_.values(), keys, keys.value, head, value_scales_,
               [&](const auto* rows, auto grouped, Groups groups) { weigh_rows<grouped>(keys, head, rows, groups); });
   }
@@ -461,7 +484,7 @@ class Worker {
   }
 
   void look_for_runs(const Keys& keys) {
-    for (int64_t n = 0; tiled_ && n < keys.count; n += kSide) runs_[n / kSide] = keys.follow(n, kSide);
+    for (int64_t n = 0; (tiled_ || narrow_) && n < keys.count; n += kSide) runs_[n / kSide] = keys.follow(n, kSide);
   }
 
   // Where keys lie, 16 at a time: in their cache if they follow each other there, else copies, or what codes stand for.
@@ -501,6 +524,67 @@ class Worker {
       std::fill(tiles.part[i].row_bytes + groups, std::end(tiles.part[i].row_bytes),
                 tiles.part[i].row_bytes[groups - 1]);
     }
+  }
+
+  // The same for few rows: what does not lie so is copied, or what its codes stand for.
+  template <class E>
+  void find_narrow_keys(const Keys& keys, const E* const* key) {
+    KeyTiles::Part& part = tiles_.part[0];
+    part.dims = dim_;
+    const int64_t sides = (keys.count + kSide - 1) / kSide;
+    for (int64_t group = 0; group < sides; ++group) {
+      const int64_t n = group * kSide;
+      if constexpr (std::is_same_v<E, bf16>) {
+        if (runs_[group]) {
+          part.at[group] = key[n], part.row_bytes[group] = source_.keys().slot_bytes();
+          continue;
+        }
+      }
+      bf16* rows = as_bf16(narrow_keys_) + n * dim_;
+      for (int64_t k = 0; k < std::min(kSide, keys.count - n); ++k) {
+        for (int64_t d = 0; d < dim_; d += kPair) {
+          const BitVec halves = load_halves(key[n + k] + d / kPerByte<E>);
+          std::memcpy(static_cast<void*>(rows + k * dim_ + d), &halves, sizeof halves);
+        }
+      }
+      part.at[group] = rows, part.row_bytes[group] = dim_ * sizeof(bf16);
+    }
+    if (sides % 2) part.at[sides] = part.at[sides - 1], part.row_bytes[sides] = part.row_bytes[sides - 1];
+  }
+
+  // Scores of all heads before any is used: what a tile has stored in short rows is not there at once for vectors.
+  // All rows of the next tile are asked for while this one is worked on.
+  void score_narrow_heads(const Keys& keys, const Keys& next) {
+    const int64_t halves = (keys.count + kDepth - 1) / kDepth;
+    ahead_.clear();
+    source_.prefetch(next, {0, next.count, task_->first_head, task_->heads}, ahead_);
+    ahead_.finish_within(task_->heads * halves * (dim_ / kDepth + kSide + value_dim_ / kDepth));
+    for (int64_t head = 0; head < task_->heads; ++head) {
+      scores_ = all_scores_ + head * kTile * width_;
+      score(keys, head);
+    }
+  }
+
+  void weigh_narrow(const Keys& keys, int64_t head) {
+    FetchNear ahead{ahead_};
+    pack_narrow_weights(scores_, keys.count, width_, as_bf16(narrow_weights_));
+    weigh_narrow_head(as_bf16(narrow_weights_), width_, narrow_values(), place_, keys.count, value_dim_, decay_,
+                      sums_ + head * width_ * value_dim_, ahead);
+  }
+
+  // At a multiple of what PackedPlace counts in.
+  bf16* narrow_values() const {
+    return reinterpret_cast<bf16*>(round_up(reinterpret_cast<intptr_t>(narrow_values_.data()), PackedPlace::kApart));
+  }
+
+  // Values before their weights are made: a tile waits for what was stored just before.
+  void pack_narrow(const Keys& keys, int64_t head) {
+    if (value_dim_ == 0) return;
+    FetchNear ahead{ahead_};
+    with_rows(source_.values(), keys, keys.value, head, value_scales_, [&](const auto* rows, auto, Groups) {
+      place_ = {rows[0], source_.values().slot_bytes(), value_dim_};
+      pack_narrow_values(rows, keys.count, value_dim_, place_, narrow_values(), ahead);
+    });
   }
 
   // What all loops over a tile of keys take, so that the next one is fetched evenly while they go on.
@@ -580,6 +664,8 @@ class Worker {
     unpack_sums(sums + row / kSide * kSide * value_dim_ + row % kSide * kSide, value_dim_, row_);
   }
 
+  void read_narrow(const float* sums, int64_t row) { unpack_narrow_sums(sums, row, width_, value_dim_, row_); }
+
   void read_pairs(const float* sums) { unpair_sums(sums, value_dim_, row_); }
 
   // -inf where a row does not attend to a key.
@@ -598,13 +684,17 @@ class Worker {
     });
   }
 #else
-  using Scope = int;
+  using Scope = int64_t;
   void start_tiled(int64_t) {}
   void look_for_runs(const Keys&) {}
   int64_t steps_of(int64_t) const { return 1; }
+  void score_narrow_heads(const Keys&, const Keys&) {}
+  void pack_narrow(const Keys&, int64_t) {}
+  void weigh_narrow(const Keys&, int64_t) {}
   void score_tiled(const Keys&, int64_t) {}
   void weigh_tiled(const Keys&, int64_t) {}
   void read_tiles(const float*, int64_t) {}
+  void read_narrow(const float*, int64_t) {}
   void read_pairs(const float*) {}
   void mask_strips(const Keys&) {}
 #endif
@@ -676,6 +766,7 @@ class Worker {
   void read_sums(int64_t head, int64_t row) {
     const float* sums = sums_ + head * width_ * value_dim_;
     if (tiled_) return read_tiles(sums, row);
+    if (narrow_) return read_narrow(sums, row);
     if (paired_) return read_pairs(sums + row * value_dim_);
     const bool evens_first = in_place_ && value_dim_ && source_.values().evens_first();
     const auto arrange = evens_first ? from_pairs<bf16> : from_pairs<float>;
@@ -689,13 +780,16 @@ class Worker {
   Floats queries_;                 // [heads, width, dim], or [heads, dim, width] with rows in lanes
   Floats sums_;                    // [heads, width, value_dim]
   Floats peak_, total_;            // [heads, max(width, kLanes)]
-  Floats decay_, scores_, bias_, row_;
+  Floats decay_, all_scores_, bias_, row_;
+  float* scores_ = nullptr;  // of the kv head that is being worked on
   Floats key_rows_, value_rows_;
   Floats key_scales_, value_scales_, factors_;  // of a tile's rows
   RowBuffer key_buffer_, value_buffer_;
   Floats tile_keys_, tile_values_, packed_values_, packed_weights_, rotary_scores_;
+  Floats narrow_keys_, narrow_values_, narrow_weights_;
 #if defined(__AVX512BF16__)
   KeyTiles tiles_;
+  PackedPlace place_;             // of a head's values
   bool runs_[kMostKeys / kSide];  // which keys of a tile follow each other
 #endif
   int64_t after_[kRows], last_[kRows];  // what a row attends to
@@ -707,6 +801,7 @@ class Worker {
   int64_t width_ = 0;
   bool in_place_ = false, tiled_ = false, rows_in_lanes_ = false;
   bool paired_ = false;        // in place, in products of bfloat16
+  bool narrow_ = false;        // and those in tiles
   bool scales_later_ = false;  // scores are multiplied with the scale as they become weights
 };
 

@@ -39,7 +39,8 @@ class Prefetcher {
   // All of the list in that many steps.
   void finish_within(int64_t steps) { pace_ = (((count_ - kBefore) << kShift) + steps - 1) / steps; }
 
-  template <int kAsk = 4>
+  // Asks for a line kAsk times, into the cache of that number.
+  template <int kAsk = 4, int kCache = 1>
   void step() {
     due_ += pace_;
     int64_t at = at_;
@@ -49,7 +50,7 @@ class Prefetcher {
       for (int ask = 0; ask < kAsk; ++ask) {
         const char* lines = pieces_[at - ask * kLag];
 #pragma GCC unroll 4
-        for (int line = 0; line < kPiece; line += kLine) __builtin_prefetch(lines + line, 0, 3);
+        for (int line = 0; line < kPiece; line += kLine) __builtin_prefetch(lines + line, 0, 4 - kCache);
       }
     }
     at_ = at;
@@ -95,7 +96,7 @@ class Prefetcher {
     pace_ = std::min(kLine, bytes_ / std::max<int64_t>(1, each_ * steps - parts) + 1);
   }
 
-  template <int = 1>
+  template <int = 1, int = 1>
   void step() {
     for (int64_t line = each_; line > 0; --line) {
       __builtin_prefetch(at_, 0, 3);
@@ -138,6 +139,12 @@ struct FetchNothing {
 struct FetchOnce {
   Prefetcher& rows;
   void step() { rows.step<1>(); }
+};
+
+// For loops in tiles with few rows: what they pack fills the first cache.
+struct FetchNear {
+  Prefetcher& rows;
+  void step() { rows.step<1, 2>(); }
 };
 
 }  // namespace kvbackend::KVBACKEND_ISA
