@@ -40,13 +40,19 @@ class Pages {
   // function(index, block, slot) for each key that exists among those of index [begin, end).
   template <class F>
   void visit(int64_t sequence, int64_t begin, int64_t end, F&& function) const {
+    visit_runs(sequence, begin, end, [&](int64_t index, int64_t count, int64_t block, int64_t slot) {
+      for (int64_t n = 0; n < count; ++n) function(index + n, block, slot + n);
+    });
+  }
+
+  // function(index, count, block, slot) for those of each block.
+  template <class F>
+  void visit_runs(int64_t sequence, int64_t begin, int64_t end, F&& function) const {
     while (begin < end) {
       const int64_t column = begin / block_size_;
       const int64_t stop = std::min(end, (column + 1) * block_size_);
       const int64_t block = table_(sequence, column);
-      if (block >= 0 && block < num_blocks_) {
-        for (int64_t index = begin; index < stop; ++index) function(index, block, index - column * block_size_);
-      }
+      if (block >= 0 && block < num_blocks_) function(begin, stop - begin, block, begin - column * block_size_);
       begin = stop;
     }
   }

@@ -38,13 +38,18 @@ class PlainKeys {
     return 1.0f;
   }
 
-  void prefetch(int64_t block, int64_t slot, Prefetcher& ahead) const {
-    ahead.add(row(block, slot), dim_ * static_cast<int64_t>(sizeof(T)));
+  // Names `count` keys of a block to what fetches them.
+  template <class Ahead>
+  void prefetch(int64_t block, int64_t slot, int64_t count, Ahead& ahead) const {
+    const int64_t bytes = dim_ * static_cast<int64_t>(sizeof(T));
+    if (slot_ == dim_) return ahead.add(row(block, slot), count * bytes);
+    for (int64_t n = 0; n < count; ++n) ahead.add(row(block, slot + n), bytes);
   }
 
   // Whether neighbours in a block can be multiplied where they lie, row() and slot_stride() numbers on.
   bool in_place() const { return stride_ == 1 && dim_ % kPair == 0; }
   int64_t slot_stride() const { return slot_; }
+  static constexpr bool kScaled = false;  // whether load() returns anything but 1
 
   const T* row(int64_t block, int64_t slot) const { return data_ + block * block_ + slot * slot_; }
 
@@ -81,10 +86,12 @@ class RecordKeys {
     return 1.0f;
   }
 
-  void prefetch(int64_t block, int64_t slot, Prefetcher& ahead) const {
-    ahead.add(pages_.row(codes_.plane, block, slot), bytes_);
+  template <class Ahead>
+  void prefetch(int64_t block, int64_t slot, int64_t count, Ahead& ahead) const {
+    for (int64_t n = 0; n < count; ++n) ahead.add(pages_.row(codes_.plane, block, slot + n), bytes_);
   }
 
+  static constexpr bool kScaled = true;
   static constexpr int64_t kMostSpans = 8;
 
  private:
@@ -160,31 +167,31 @@ struct Segment {
   int64_t at, count, first;  // within the tile; how many; index of the first
 };
 
+// Keys of a tile that lie one after the other in a block.
+struct Run {
+  int64_t at, count, block, slot;
+
+  int64_t end() const { return at + count; }
+};
+
 struct KeyTile {
-  int64_t count = 0, segments = 0;
+  int64_t count = 0, segments = 0, runs = 0;
   Segment segment[kTile];
-  bool there[kTile];
-  int64_t block[kTile], slot[kTile];
+  Run run[kTile];
 
-  void clear() { count = segments = 0; }
-
-  // Whether keys [first, end) are there and lie one after the other.
-  bool adjacent(int64_t first, int64_t end) const {
-    bool all = there[first];
-    for (int64_t n = first + 1; n < end; ++n)
-      all &= there[n] & (block[n] == block[first]) & (slot[n] == slot[first] + n - first);
-    return all;
-  }
+  void clear() { count = segments = runs = 0; }
 
   // Appends keys from `first` on, as many as there is room for, at most `wanted`; returns how many.
   int64_t append(const Pages& pages, int64_t sequence, int64_t first, int64_t wanted) {
     const int64_t some = std::min(wanted, kTile - count), at = count;
-    std::fill_n(there + at, some, false);
-    pages.visit(sequence, first, first + some, [&](int64_t index, int64_t in_block, int64_t in_slot) {
+    pages.visit_runs(sequence, first, first + some, [&](int64_t index, int64_t size, int64_t block, int64_t slot) {
       const int64_t n = at + index - first;
-      there[n] = true;
-      block[n] = in_block;
-      slot[n] = in_slot;
+      Run* last = runs > 0 ? &run[runs - 1] : nullptr;
+      if (last && last->end() == n && last->block == block && last->slot + last->count == slot) {
+        last->count += size;
+      } else {
+        run[runs++] = {n, size, block, slot};
+      }
     });
     segment[segments++] = {at, some, first};
     count += some;
@@ -282,33 +289,134 @@ void score_side_in_vectors(const bf16* queries, int64_t dim, const bf16* keys, i
   }
 }
 
-// The same, all in registers.
-template <int R, class Ahead>
-void score_side_in_tiles(const bf16* queries, int64_t dim, const bf16* keys, int64_t stride, float* scores,
-                         Ahead& ahead) {
-  each<R>([](auto r) { tile_zero<r>(); });
-  const int64_t key_bytes = stride * static_cast<int64_t>(sizeof(bf16));
-  const auto multiply = [&](auto part, int64_t d) {
-    each<R>([&](auto r) {
-      tile_load<6 + r % 2>(queries + r * kSide * dim + d * kSide, 64);
-      tile_multiply<r, 4 + part, 6 + r % 2>();
+// Keys wanted next, evenly, each line once and into L2: tiles are loaded from there fast enough.
+class LinesAhead {
+ public:
+  void clear() { count_ = 0; }
+
+  void add(const void* rows, int64_t bytes) {
+    const char* first = static_cast<const char*>(rows);
+    for (int64_t at = 0; at < bytes && count_ < kMost; at += kPiece) pieces_[count_++] = first + at;
+  }
+
+  // All of the list in that many steps.
+  void finish_within(int64_t steps) {
+    pace_ = ((count_ << kShift) + steps - 1) / steps;
+    due_ = 0;
+  }
+
+  // A loop takes its steps with a copy of this, which stays in registers, and gives it back.
+  struct Steps {
+    const char* const* pieces;
+    int64_t count, pace, due;
+
+    [[gnu::always_inline]] void step() {
+      int64_t at = due >> kShift;
+      due += pace;
+      for (const int64_t end = std::min(due >> kShift, count); at < end; ++at) {
+#pragma GCC unroll 4
+        for (int64_t line = 0; line < kPiece; line += kLine) __builtin_prefetch(pieces[at] + line, 0, 2);
+      }
+    }
+  };
+  Steps steps() const { return {pieces_, count_, pace_, due_}; }
+  void went(const Steps& steps) { due_ = steps.due; }
+
+ private:
+  static constexpr int64_t kPiece = 4 * kLine, kMost = 8 * kTile;
+  static constexpr int kShift = 16;  // of the pieces that are due at each step
+  const char* pieces_[kMost];
+  int64_t count_ = 0, pace_ = 0, due_ = 0;
+};
+
+// Has the compiler compute a value here, not where it is used.
+inline void keep_here([[maybe_unused]] Vec& value) {
+#if !defined(KVBACKEND_EMULATED_TILES)
+  asm volatile("" : "+v"(value));
+#endif
+}
+
+// function(std::integral_constant<int, First>), ..., < Last: no call is left, and what it indexes stays in registers.
+template <int First, class F, int... I>
+[[gnu::always_inline]] inline void unrolled(F&& function, std::integer_sequence<int, I...>) {
+  (function(std::integral_constant<int, First + I>{}), ...);
+}
+
+template <int First, int Last, class F>
+[[gnu::always_inline]] inline void unrolled(F&& function) {
+  unrolled<First>(function, std::make_integer_sequence<int, Last - First>{});
+}
+
+// kSide keys that are multiplied together, rows `stride` apart, and where their scores belong.
+struct Side {
+  const bf16* keys;
+  int64_t stride, at;
+};
+
+// As score_side_in_vectors, while meanwhile(n) deals with the n-th of kSide keys before. kSteps: dim / kDepth, or 1 for
+// any.
+template <int R, int kSteps, class F>
+[[gnu::always_inline]] inline void score_side_in_tiles(const bf16* queries, int64_t dim, const Side& side,
+                                                       float* scores, LinesAhead::Steps& ahead, F&& meanwhile) {
+  constexpr int kProducts = kSteps * R;
+  if constexpr (kSteps > 1) dim = kSteps * kDepth;
+  const int64_t key_bytes = side.stride * static_cast<int64_t>(sizeof(bf16));
+  const auto multiply = [&](const bf16* heads, const bf16* keys) __attribute__((always_inline)) {
+    unrolled<0, kProducts>([&](auto product) __attribute__((always_inline)) {
+      constexpr int r = product % R, depth = product / R * kDepth;
+      if constexpr (r == 0) tile_load<4>(keys + depth, key_bytes);
+      tile_load<5 + r % 3>(heads + r * kSide * dim + depth * kSide, 64);
+      tile_multiply<r, 4, 5 + r % 3>();
+      ahead.step();
+      if constexpr (kSteps > 1) unrolled<product * kSide / kProducts, (product + 1) * kSide / kProducts>(meanwhile);
     });
   };
-  int64_t d = 0;
-  for (; d + 2 * kDepth <= dim; d += 2 * kDepth) {  // the second keys are on their way while the first are multiplied
-    tile_load<4>(keys + d, key_bytes);
-    tile_load<5>(keys + d + kDepth, key_bytes);
-    ahead.step();
-    multiply(std::integral_constant<int, 0>{}, d);
-    ahead.step();
-    multiply(std::integral_constant<int, 1>{}, d + kDepth);
+  unrolled<0, R>([](auto r) __attribute__((always_inline)) { tile_zero<r>(); });
+  if constexpr (kSteps > 1) {
+    multiply(queries, side.keys);
+  } else {
+    for (int64_t d = 0; d < dim; d += kDepth) multiply(queries + d * kSide, side.keys + d);
+    unrolled<0, kSide>(meanwhile);
   }
-  if (d < dim) {
-    tile_load<4>(keys + d, key_bytes);
-    ahead.step();
-    multiply(std::integral_constant<int, 0>{}, d);
+  unrolled<0, R>([&](auto r) __attribute__((always_inline)) { tile_store<r>(scores + r * kSide * kSide, 64); });
+}
+
+// Scores of sides of keys by R tiles of heads, stored or, where others' are there, added. raw: [2, R, kSide, kSide].
+template <int R, int kSteps>
+[[gnu::noinline]] void score_sides(const bf16* queries, int64_t dim, const Side* sides, int64_t count,
+                                   const float* head_weights, const uint32_t* mask, bool add, float* raw, float* scores,
+                                   LinesAhead& ahead) {
+  Vec weights[R];
+  unrolled<0, R>([&](auto r) __attribute__((always_inline)) { weights[r] = load(head_weights + r * kLanes); });
+  const __m512i last = _mm512_loadu_si512(mask + (R - 1) * kLanes);
+  const __mmask16 used = _mm512_test_epi32_mask(last, last);
+  const auto place = [&](int64_t i) { return raw + i % 2 * R * kSide * kSide; };
+  Vec sums[kSide];
+  const auto weigh = [&](const float* key, auto n) __attribute__((always_inline)) {
+    sums[n] = Vec{};
+    unrolled<0, R>([&](auto r) __attribute__((always_inline)) {
+      const __m512 score = (__m512)load(key + n * kSide + r * kSide * kSide);
+      sums[n] += weights[r] * (Vec)_mm512_maskz_max_ps(r < R - 1 ? 0xffff : used, __m512{}, score);  // NaN stays
+    });
+    keep_here(sums[n]);
+  };
+  const auto keep = [&](const Side& side) __attribute__((always_inline)) {
+    float* to = scores + side.at;
+    const Vec found = sum_lanes(sums);
+    store(to, add ? load(to) + found : found);
+  };
+  LinesAhead::Steps steps = ahead.steps();
+  for (int64_t i = 0; i <= count; ++i) {
+    const float* before = place(i + 1);
+    const auto weigh_before = [&](auto n) __attribute__((always_inline)) { weigh(before, n); };
+    if (i < count) {
+      score_side_in_tiles<R, kSteps>(queries, dim, sides[i], place(i), steps, weigh_before);
+    } else {
+      unrolled<0, kSide>(weigh_before);
+    }
+    if (i > 0) keep(sides[i - 1]);
   }
-  each<R>([&](auto r) { tile_store<r>(scores + r * kSide * kSide, 64); });
+  ahead.went(steps);
 }
 #endif
 
@@ -330,11 +438,12 @@ class IndexWorker {
         heads_(call.q.size(1)),
         dim_(round_up(call.q.size(2), kPair)),
         width_(round_up(heads_, kLanes)) {
-    queries_.want_zeros(kQueries * width_ * dim_);
-    rows_.want_zeros(std::max(kTile, width_) * dim_);
-    weights_.want_zeros(kQueries * width_);
+    const int64_t queries = std::min(kQueries, call.q.size(0));
+    queries_.want(floats_for(queries * width_ * dim_));
+    rows_.want_zeros(floats_for(std::max(kMostTiles * kTile, width_) * dim_));  // beyond a key's dims stays 0
+    weights_.want_zeros(queries * width_);
     raw_.want(kTile * width_);
-    scores_.want(kTile);
+    scores_.want(kMostTiles * kTile);
     mask_.assign(width_, 0);
     std::fill_n(mask_.begin(), heads_, ~0u);
   }
@@ -343,19 +452,34 @@ class IndexWorker {
   void run(const IndexTask& task, const std::vector<int64_t>& visible, Tiles&& next_tile, Collector& collector) {
     for (int64_t i = 0; i < task.queries; ++i) start(task.first_token + i, i);
     [[maybe_unused]] const Scope scope{};
-    KeyTile tiles[2];
-    next_tile(tiles[0]);
-    for (int turn = 0; tiles[turn].count > 0; turn ^= 1) {
-      const KeyTile& tile = tiles[turn];
-      next_tile(tiles[turn ^ 1]);
-      prefetch(tiles[turn ^ 1], task.queries);
-      for (int64_t n = 0; n < tile.count; n += kSide) load(tile, n, std::min(n + kSide, tile.count));
+#if defined(__AVX512BF16__)
+    most_tiles_ = has_tiles() ? kMostTiles : 1;
+#endif
+    Batch batches[2];
+    const auto fill = [&](Batch& batch) {
+      for (batch.tiles = 0; batch.tiles < most_tiles_; ++batch.tiles) {
+        next_tile(batch.tile[batch.tiles]);
+        if (batch.tile[batch.tiles].count == 0) break;
+      }
+    };
+    fill(batches[0]);
+    for (int turn = 0; batches[turn].tiles > 0; turn ^= 1) {
+      const Batch& batch = batches[turn];
+      fill(batches[turn ^ 1]);
+      prefetch(batches[turn ^ 1], task.queries);
+#if defined(__AVX512BF16__)
+      num_sides_ = 0;
+#endif
+      for (int64_t t = 0; t < batch.tiles; ++t) load(batch.tile[t], t * kTile);
       for (int64_t i = 0; i < task.queries; ++i) {
-        score(i, tile);
-        for (int64_t s = 0; s < tile.segments; ++s) {
-          const Segment& part = tile.segment[s];
-          const int64_t count = std::min(part.count, visible[task.first_token + i] - part.first);
-          if (count > 0) collector.take(i, scores_ + part.at, count, part.first);
+        score(i, batch);
+        for (int64_t t = 0; t < batch.tiles; ++t) {
+          const KeyTile& tile = batch.tile[t];
+          for (int64_t s = 0; s < tile.segments; ++s) {
+            const Segment& part = tile.segment[s];
+            const int64_t count = std::min(part.count, visible[task.first_token + i] - part.first);
+            if (count > 0) collector.take(i, scores_ + t * kTile + part.at, count, part.first);
+          }
         }
       }
     }
@@ -363,27 +487,43 @@ class IndexWorker {
 
  private:
   static constexpr int64_t kSide = 16;  // keys that are multiplied together: a tile's rows
+#if defined(__AVX512BF16__)
+  static constexpr int64_t kMostTiles = kTiles<T> ? 4 : 1;
+#else
+  static constexpr int64_t kMostTiles = 1;
+#endif
 
-  struct Side {
-    const Element* keys;
-    int64_t stride;
+  // Tiles of keys that one query meets after the other.
+  struct Batch {
+    int64_t tiles = 0;
+    KeyTile tile[kMostTiles];
   };
 
-  Element* row(int64_t n) { return reinterpret_cast<Element*>(rows_.data()) + n * dim_; }
+  static constexpr int64_t floats_for(int64_t elements) {
+    return elements * static_cast<int64_t>(sizeof(Element)) / static_cast<int64_t>(sizeof(float));
+  }
 
-  // Keys [first, end) of a tile, at most kSide: from where they lie, or as copies.
-  void load(const KeyTile& tile, int64_t first, int64_t end) {
-    Side& side = sides_[first / kSide];
-    if constexpr (std::is_same_v<Keys, PlainKeys<bf16>> && kTiles<T>) {
-      if (end - first == kSide && keys_.in_place() && tile.adjacent(first, end)) {
-        side = {keys_.row(tile.block[first], tile.slot[first]), keys_.slot_stride()};
-        std::fill(scale_ + first, scale_ + end, 1.0f);
-        return;
+  Element* row(int64_t n) { return reinterpret_cast<Element*>(rows_.data()) + n * dim_; }
+  Element* query(int64_t i) { return reinterpret_cast<Element*>(queries_.data()) + i * width_ * dim_; }
+
+  // Keys of a tile, kSide at a time: from where they lie, or as copies.
+  void load(const KeyTile& tile, int64_t at) {
+    const Run *run = tile.run, *end = run + tile.runs;
+    for (int64_t n = 0; n < tile.count; n += kSide) {
+      while (run < end && run->end() <= n) ++run;
+#if defined(__AVX512BF16__)
+      if constexpr (std::is_same_v<Keys, PlainKeys<bf16>> && kTiles<T>) {
+        if (keys_.in_place() && run < end && run->at <= n && n + kSide <= run->end()) {
+          sides_[num_sides_++] = {keys_.row(run->block, run->slot + n - run->at), keys_.slot_stride(), at + n};
+          continue;
+        }
       }
-    }
-    side = {row(first), dim_};
-    for (int64_t n = first; n < end; ++n) {
-      if (tile.there[n]) scale_[n] = keys_.load(tile.block[n], tile.slot[n], row(n));
+      if constexpr (kTiles<T>) sides_[num_sides_++] = {row(at + n), dim_, at + n};
+#endif
+      for (const Run* part = run; part < end && part->at < n + kSide; ++part) {
+        for (int64_t k = std::max(n, part->at); k < std::min(n + kSide, part->end()); ++k)
+          scale_[at + k] = keys_.load(part->block, part->slot + k - part->at, row(at + k));
+      }
     }
   }
 
@@ -391,103 +531,133 @@ class IndexWorker {
   void start(int64_t token, int64_t i) {
     const T* data = static_cast<const T*>(call_.q.const_data_ptr()) + token * call_.q.stride(0);
     const int64_t size = call_.q.size(2);
-    float* queries = queries_ + i * width_ * dim_;
-    std::fill_n(row(0), width_ * dim_, Element{});
+    std::fill(row(heads_), row(width_), Element{});
     for (int64_t head = 0; head < heads_; ++head)
       load_row(data + head * call_.q.stride(1), call_.q.stride(2), size, row(head));
 #if defined(__AVX512BF16__)
     if constexpr (kTiles<T>) {
-      for (int64_t head = 0; head < width_; head += kSide)
-        pack_queries(row(head), dim_, reinterpret_cast<bf16*>(queries) + head * dim_);
+      for (int64_t head = 0; head < width_; head += kSide) pack_queries(row(head), dim_, query(i) + head * dim_);
     } else
 #endif
     {
       for (int64_t head = 0; head < width_; ++head) {
-        for (int64_t d = 0; d < dim_; ++d) queries[d * width_ + head] = row(head)[d];
+        for (int64_t d = 0; d < dim_; ++d) query(i)[d * width_ + head] = row(head)[d];
       }
     }
-    std::fill_n(row(0), width_ * dim_, Element{});  // beyond a key's dims stays 0
     std::copy_n(all_weights_.data() + token * heads_, heads_, weights_ + i * width_);
   }
 
-  // What the loops over one query and a tile of keys take.
-  int64_t steps_of([[maybe_unused]] int64_t count) const {
+  // What the loops over one query and a batch of keys take.
+  int64_t steps_of(const Batch& batch) const {
     const int64_t strips = width_ / kLanes;
 #if defined(__AVX512BF16__)
     if constexpr (kTiles<T>) {
-      const int64_t some = has_tiles() ? (strips + 3) / 4 : strips + (strips % 4 == 3);
-      return (count + kSide - 1) / kSide * some * (dim_ / kDepth);
+      int64_t sides = 0;
+      for (int64_t t = 0; t < batch.tiles; ++t) sides += (batch.tile[t].count + kSide - 1) / kSide;
+      return sides * (has_tiles() ? strips : strips + (strips % 4 == 3)) * (dim_ / kDepth);
     }
 #endif
     return strips * (dim_ / 32);
   }
 
-  void prefetch(const KeyTile& tile, int64_t queries) {
-    ahead_.clear();
-    for (int64_t n = 0; n < tile.count; ++n) {
-      if (tile.there[n]) keys_.prefetch(tile.block[n], tile.slot[n], ahead_);
-    }
-    ahead_.finish_within(std::max<int64_t>(1, queries * steps_of(tile.count)));
+  void prefetch(const Batch& batch, int64_t queries) {
+    const auto ask = [&](auto& ahead) {
+      ahead.clear();
+      for (int64_t t = 0; t < batch.tiles; ++t) {
+        const KeyTile& tile = batch.tile[t];
+        for (int64_t r = 0; r < tile.runs; ++r)
+          keys_.prefetch(tile.run[r].block, tile.run[r].slot, tile.run[r].count, ahead);
+      }
+      ahead.finish_within(std::max<int64_t>(1, queries * steps_of(batch)));
+    };
+#if defined(__AVX512BF16__)
+    if (kTiles<T> && has_tiles()) return ask(lines_);
+#endif
+    ask(ahead_);
   }
 
-  // Scores of a tile for one query; -inf where there is no key.
-  void score(int64_t i, const KeyTile& tile) {
-    const float* queries = queries_ + i * width_ * dim_;
+  // Scores of a batch for one query; -inf where there is no key.
+  void score(int64_t i, const Batch& batch) {
 #if defined(__AVX512BF16__)
     if constexpr (kTiles<T>) {
-      // Tiles multiply the next keys while the scores of the last ones are weighed.
-      for (int64_t n = 0; n < tile.count + kSide; n += kSide) {
-        float* raw[] = {raw_, raw_ + kSide * width_};
-        if (n < tile.count) {
-          for (int64_t head = 0; head < width_; head += kHeads)
-            score_heads(queries, head, sides_[n / kSide], raw[n / kSide % 2] + head * kSide);
-        }
-        if (n == 0) continue;
-        weigh_heads(raw[(n / kSide - 1) % 2], kSide, kSide, kSide, width_, weights_ + i * width_, mask_.data(),
-                    scores_ + n - kSide);
-      }
+      has_tiles() ? score_in_tiles(i) : score_in_vectors(i);
     } else
 #endif
     {
-      score_many_rows(queries, call_.q.size(2), reinterpret_cast<const float*>(row(0)), dim_, tile.count, raw_, width_,
-                      ahead_);
-      weigh_heads(raw_, tile.count, width_, 1, width_, weights_ + i * width_, mask_.data(), scores_);
+      const int64_t count = batch.tile[0].count;
+      score_many_rows(query(i), call_.q.size(2), row(0), dim_, count, raw_, width_, ahead_);
+      weigh_heads(raw_, count, width_, 1, width_, weights_ + i * width_, mask_.data(), scores_);
     }
-    for (int64_t n = 0; n < tile.count; ++n) scores_[n] = tile.there[n] ? scale_[n] * scores_[n] : -kInfinity;
+    for (int64_t t = 0; t < batch.tiles; ++t) finish(batch.tile[t], t * kTile);
+  }
+
+  void finish(const KeyTile& tile, int64_t at) {
+    if (Keys::kScaled) {
+      for (int64_t n = at; n < at + tile.count; ++n) scores_[n] *= scale_[n];
+    }
+    int64_t n = 0;
+    for (int64_t r = 0; r < tile.runs; ++r) {
+      std::fill(scores_ + at + n, scores_ + at + tile.run[r].at, -kInfinity);
+      n = tile.run[r].end();
+    }
+    std::fill(scores_ + at + n, scores_ + at + tile.count, -kInfinity);
   }
 
 #if defined(__AVX512BF16__)
   static constexpr int64_t kHeads = 4 * kSide;  // whose sums stay in registers
 
-  void score_heads(const float* queries, int64_t head, const Side& side, float* out) {
-    const bf16* packed = reinterpret_cast<const bf16*>(queries) + head * dim_;
-    const auto score = [&](auto r) {
-      if (has_tiles()) return score_side_in_tiles<r>(packed, dim_, side.keys, side.stride, out, ahead_);
-      FetchOnce once{ahead_};
-      score_side_in_vectors<r>(packed, dim_, side.keys, side.stride, out, once);
-    };
-    switch (std::min(kHeads, width_ - head) / kSide) {
-      case 1:
-        return score(std::integral_constant<int, 1>{});
-      case 2:
-        return score(std::integral_constant<int, 2>{});
-      case 3:
-        return score(std::integral_constant<int, 3>{});
-      default:
-        return score(std::integral_constant<int, 4>{});
+  // function(R, head): R vectors of heads at a time.
+  template <class F>
+  void each_heads(F&& function) {
+    for (int64_t head = 0; head < width_; head += kHeads) {
+      switch (std::min(kHeads, width_ - head) / kSide) {
+        case 1:
+          function(std::integral_constant<int, 1>{}, head);
+          break;
+        case 2:
+          function(std::integral_constant<int, 2>{}, head);
+          break;
+        case 3:
+          function(std::integral_constant<int, 3>{}, head);
+          break;
+        default:
+          function(std::integral_constant<int, 4>{}, head);
+      }
     }
   }
+
+  void score_in_tiles(int64_t i) {
+    each_heads([&](auto r, int64_t head) {
+      const auto score = dim_ == 4 * kDepth ? score_sides<r, 4> : score_sides<r, 1>;
+      score(query(i) + head * dim_, dim_, sides_, num_sides_, weights_ + i * width_ + head, mask_.data() + head,
+            head > 0, raw_, scores_, lines_);
+    });
+  }
+
+  void score_in_vectors(int64_t i) {
+    FetchOnce once{ahead_};
+    for (const Side* side = sides_; side < sides_ + num_sides_; ++side) {
+      each_heads([&](auto r, int64_t head) {
+        score_side_in_vectors<r>(query(i) + head * dim_, dim_, side->keys, side->stride, raw_ + head * kSide, once);
+      });
+      weigh_heads(raw_, kSide, kSide, kSide, width_, weights_ + i * width_, mask_.data(), scores_ + side->at);
+    }
+  }
+
+  LinesAhead lines_;
+  Side sides_[kMostTiles * kTile / kSide];
+  int64_t num_sides_ = 0;
 #endif
 
   const IndexerCall& call_;
   const Keys& keys_;
   const std::vector<float>& all_weights_;
   const int64_t heads_, dim_, width_;  // dims rounded up to pairs of vectors, heads to vectors
+  int64_t most_tiles_ = 1;             // of a batch
   Floats queries_;                     // [kQueries, width, dim]
-  Floats rows_;                        // keys of a tile [kTile, dim]
-  Floats weights_, raw_, scores_;      // [kQueries, width], [kTile, width], [kTile]
-  float scale_[kTile] = {};
-  Side sides_[kTile / kSide] = {};
+  Floats rows_;                        // keys of a batch [kMostTiles, kTile, dim]
+  Floats weights_, raw_, scores_;      // [kQueries, width], [kTile, width], [kMostTiles, kTile]
+  float scale_[kMostTiles * kTile] = {};
   std::vector<uint32_t> mask_;
   Prefetcher ahead_;
 };
