@@ -440,7 +440,8 @@ class IndexWorker {
         width_(round_up(heads_, kLanes)) {
     const int64_t queries = std::min(kQueries, call.q.size(0));
     queries_.want(floats_for(queries * width_ * dim_));
-    rows_.want_zeros(floats_for(std::max(kMostTiles * kTile, width_) * dim_));  // beyond a key's dims stays 0
+    rows_.want(floats_for(std::max(kMostTiles * kTile, width_) * dim_));
+    if (dim_ > call.q.size(2)) std::fill(row(0), row(std::max(kMostTiles * kTile, width_)), Element{});  // and stays 0
     weights_.want_zeros(queries * width_);
     raw_.want(kTile * width_);
     scores_.want(kMostTiles * kTile);

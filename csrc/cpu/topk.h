@@ -101,23 +101,35 @@ class Best {
   }
 
  private:
+  // What a cut needs, one after the other: all that a thread keeps share it.
+  struct Keys {
+    std::vector<uint32_t> all, some;
+  };
+
+  static Keys& scratch_of_thread() {
+    thread_local Keys keys;
+    return keys;
+  }
+
   // Drops all but the k best.
   void cut() {
-    keys_.resize(room_ + kLanes);
-    for (int64_t i = 0; i < count_; ++i) keys_[i] = ordered(scores_[i]);
+    Keys& scratch = scratch_of_thread();
+    scratch.all.resize(room_ + kLanes);
+    scratch.some.resize(room_ + kLanes);
+    for (int64_t i = 0; i < count_; ++i) scratch.all[i] = ordered(scores_[i]);
     int64_t ties = k_;
-    const uint32_t least = find(ties);
+    const uint32_t least = find(ties, scratch, count_);
     floor_ = from_ordered(least);
-    count_ = keep_best(least, ties);
+    count_ = keep_best(least, ties, scratch.all.data());
   }
 
   // Moves what is above the least key, and the first `ties` of those that equal it, to the front; returns how many.
-  int64_t keep_best(uint32_t least, int64_t ties) {
+  int64_t keep_best(uint32_t least, int64_t ties, const uint32_t* keys) {
     int64_t n = 0;
 #if defined(__AVX512F__)
     for (int64_t i = 0; i < count_; i += kLanes) {
       const __mmask16 there = first_lanes(count_ - i);
-      const __m512i key = _mm512_loadu_si512(&keys_[i]), leasts = _mm512_set1_epi32(static_cast<int32_t>(least));
+      const __m512i key = _mm512_loadu_si512(keys + i), leasts = _mm512_set1_epi32(static_cast<int32_t>(least));
       uint32_t tied = _mm512_mask_cmpeq_epi32_mask(there, key, leasts);
       while (__builtin_popcount(tied) > ties) tied ^= 1u << (31 - __builtin_clz(tied));
       ties -= __builtin_popcount(tied);
@@ -130,11 +142,11 @@ class Best {
     }
 #else
     for (int64_t i = 0; i < count_; ++i) {
-      const bool tied = keys_[i] == least && ties > 0;
+      const bool tied = keys[i] == least && ties > 0;
       ties -= tied;
       scores_[n] = scores_[i];
       positions_[n] = positions_[i];
-      n += tied || keys_[i] > least;
+      n += tied || keys[i] > least;
     }
 #endif
     return n;
@@ -143,11 +155,9 @@ class Best {
   // The k-th greatest key; `wanted` becomes how many of that key are among the k.
 #if defined(__AVX512F__)
   // Bit by bit: how many keys are not below it with that bit set. Those that the upper bits tell apart are dropped.
-  uint32_t find(int64_t& wanted) {
+  static uint32_t find(int64_t& wanted, Keys& scratch, int64_t size) {
     constexpr int kUpper = 20;
-    members_.resize(room_ + kLanes);
-    const uint32_t* keys = keys_.data();
-    int64_t size = count_;
+    const uint32_t* keys = scratch.all.data();
     uint32_t found = 0;
     for (int bit = 31; bit >= 0; --bit) {
       const uint32_t larger = found | 1u << bit;
@@ -155,8 +165,8 @@ class Best {
       if (bit != kUpper) continue;
       const uint32_t last = found | ((1u << kUpper) - 1);
       if (last != ~0u) wanted -= count_from(last + 1, keys, size);
-      size = keep_between(found, last, keys, size);
-      keys = members_.data();
+      size = keep_between(found, last, keys, size, scratch.some.data());
+      keys = scratch.some.data();
     }
     if (found != ~0u) wanted -= count_from(found + 1, keys, size);
     return found;
@@ -172,7 +182,7 @@ class Best {
     return count;
   }
 
-  int64_t keep_between(uint32_t first, uint32_t last, const uint32_t* keys, int64_t size) {
+  static int64_t keep_between(uint32_t first, uint32_t last, const uint32_t* keys, int64_t size, uint32_t* kept) {
     const __m512i firsts = _mm512_set1_epi32(static_cast<int32_t>(first));
     const __m512i lasts = _mm512_set1_epi32(static_cast<int32_t>(last));
     int64_t n = 0;
@@ -181,19 +191,17 @@ class Best {
       const __m512i key = _mm512_loadu_si512(keys + i);
       const __mmask16 within =
           _mm512_mask_cmple_epu32_mask(_mm512_mask_cmpge_epu32_mask(there, key, firsts), key, lasts);
-      _mm512_storeu_si512(&members_[n], _mm512_maskz_compress_epi32(within, key));
+      _mm512_storeu_si512(kept + n, _mm512_maskz_compress_epi32(within, key));
       n += __builtin_popcount(within);
     }
     return n;
   }
 #else
   // Digit by digit, among those that share the digits found so far.
-  uint32_t find(int64_t& wanted) {
+  static uint32_t find(int64_t& wanted, Keys& scratch, int64_t size) {
     constexpr int kShifts[] = {21, 10, 0};  // of digits of 11, 11 and 10 bits
     constexpr uint32_t kDigit = 2047;
-    members_.resize(room_);
-    const uint32_t* keys = keys_.data();
-    int64_t size = count_;
+    const uint32_t* keys = scratch.all.data();
     uint32_t found = 0;
     for (int shift : kShifts) {
       uint32_t histogram[kDigit + 1] = {};
@@ -204,10 +212,10 @@ class Best {
       int64_t n = 0;
       for (int64_t i = 0; i < size; ++i) {
         const uint32_t key = keys[i];
-        members_[n] = key;
+        scratch.some[n] = key;
         n += (key >> shift & kDigit) == digit;
       }
-      keys = members_.data();
+      keys = scratch.some.data();
       size = n;
     }
     return found;
@@ -234,7 +242,6 @@ class Best {
   float floor_ = kNever;
   std::vector<float> scores_;
   std::vector<int32_t> positions_;
-  std::vector<uint32_t> keys_, members_;
   std::vector<uint64_t> order_;
 };
 
