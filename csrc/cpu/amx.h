@@ -45,6 +45,10 @@ void tile_load(const void* from, int64_t row_bytes) {
     std::memcpy(tiles_in_memory[kTo][row], static_cast<const char*>(from) + row * row_bytes,
                 tile_row_bytes(kTo, tiles_width));
 }
+template <int kTo>
+void tile_stream(const void* from, int64_t row_bytes) {
+  tile_load<kTo>(from, row_bytes);
+}
 template <int kFrom>
 void tile_store(void* to, int64_t row_bytes) {
   for (int row = 0; row < tile_rows(kFrom, tiles_width); ++row)
@@ -93,6 +97,10 @@ void tile_zero() {
 template <int kTo>
 void tile_load(const void* from, int64_t row_bytes) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_bytes), "i"(kTo) : "memory");
+}
+template <int kTo>
+void tile_stream(const void* from, int64_t row_bytes) {  // of rows that need not stay in L1
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_bytes), "i"(kTo) : "memory");
 }
 template <int kFrom>
 void tile_store(void* to, int64_t row_bytes) {

@@ -8,7 +8,7 @@ namespace kvbackend::KVBACKEND_ISA {
 constexpr int64_t kTile = 64;             // keys attended to at once
 #if defined(__AVX512BF16__)               // what is read and packed for a tile of keys shall serve many rows
 constexpr int64_t kRows = 128;            // rows of a task
-constexpr int64_t kMostKeys = 2 * kTile;  // attended to at once by whole strips of rows
+constexpr int64_t kMostKeys = 4 * kTile;  // attended to at once by whole strips of rows
 #else
 constexpr int64_t kRows = 64;
 constexpr int64_t kMostKeys = kTile;

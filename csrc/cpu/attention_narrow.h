@@ -1,5 +1,5 @@
-// Attention of few rows in tiles: what attention_pairs.h does in vectors. A product takes the time of 16 keys, however few
-// rows meet them: for four rows an eighth of what vectors take.
+// Attention of few rows in tiles: what attention_pairs.h does in vectors. A product takes the time of 16 keys, however
+// few rows meet them: for four rows an eighth of what vectors take.
 //
 // Scores [count, width] are tiles of `width` columns, whose A is the keys where they lie, if 16 of them follow each
 // other. Sums [width, dims] are tiles of `width` rows, whose B is values packed as they are read. Numbers: scores and

@@ -61,14 +61,14 @@ void score_in_vectors(const KeyTiles& keys, int first, int last, int64_t group, 
   }
 }
 
-// The same, all in registers.
+// The same, all in registers. Of many strips those of the keys stay in L1, and those of the queries go by.
 template <int K, int R, class Ahead>
 void score_in_tiles(const KeyTiles& keys, int first, int last, int64_t group, const bf16* queries, int64_t dim,
                     float* scores, Ahead& ahead) {
   each<K * R>([](auto c) { tile_zero<c>(); });
   each_depth(keys, first, last, [&](const KeyTiles::Part& part, int64_t d, int64_t at) {
     ahead.step();
-    each<R>([&](auto r) { tile_load<6 + r>(queries + r * kSide * dim + at * kSide, 64); });
+    each<R>([&](auto r) { tile_stream<6 + r>(queries + r * kSide * dim + at * kSide, 64); });
     each<K>([&](auto k) {
       tile_load<4 + k % 2>(part.at[group + k] + d, part.row_bytes[group + k]);
       each<R>([&](auto r) { tile_multiply<k * R + r, 4 + k % 2, 6 + r>(); });
@@ -123,22 +123,62 @@ inline void unpack_sums(const float* sums, int64_t dims, float* out) {
   }
 }
 
-// A strip's weights [count, kSide] as A tiles [count / 32]: its rows are rows, keys are columns. Keys past count weigh
-// 0.
-inline void pack_weights(const float* weights, int64_t count, bf16* out) {
+// 2^x within 2 ulp for x that is not far above 0; 0 where that is not a normal number, which would take long, NaN for
+// NaN. x = n + r, 0 <= r < 1.
+inline Vec exp2_small(Vec x) {
+  const Vec r = (Vec)_mm512_maskz_reduce_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  Vec p = r * 1.86713028e-3f + 9.01702978e-3f;
+  p = p * r + 5.57999127e-2f;
+  p = p * r + 2.40164444e-1f;
+  p = p * r + 6.93151295e-1f;
+  p = p * r + 1.0f;
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)broadcast(-126.0f), _CMP_NLT_UQ);
+  return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);  // by 2^n
+}
+
+// soften (attention_loops.h) for a strip of scores [count, kSide]. Its weights, times the factors of their keys if
+// there are any, go as A tiles [count / 32] to `out`: rows are rows, keys are columns. Keys past count weigh 0.
+template <class Factor>
+void soften_strip(float* scores, int64_t count, float scale, float slack, const Factor& factor, float* peak,
+                  float* total, float* decay, bf16* out) {
+  constexpr float kLog2e = 1.44269504f;
   const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);  // a0 b0 a1 b1 ..
-  for (int64_t n = 0; n < count; n += kDepth) {
+  const int64_t whole = round_up(count, kDepth);
+  std::fill(scores + count * kSide, scores + whole * kSide, -kInfinity);
+  const auto larger = [](Vec a, Vec b) { return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); };
+  constexpr int kChains = 4;  // of comparisons that need not wait for each other
+  Vec tops[kChains] = {broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity)};
+  for (int64_t n = 0; n < whole; n += kChains) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kChains; ++c) tops[c] = larger(load(scores + (n + c) * kSide), tops[c]);
+  }
+  const Vec before = load(peak);
+  Vec top = scale * larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
+  top = top > before + slack ? top : before;
+  const Vec base = top > -kInfinity ? top : Vec{};  // nothing seen yet: all weights shall be 0, not NaN
+  const Vec seen = exp2_small((before - base) * kLog2e);
+  const Vec worth = before > -kInfinity ? seen : broadcast(1.0f);  // of nothing: that takes no decay
+  const float scale2 = scale * kLog2e;
+  const Vec base2 = base * kLog2e;
+  Vec sum = load(total) * worth;
+  for (int64_t n = 0; n < whole; n += kDepth) {
     Vec keys[kSide];
+#pragma GCC unroll 16
     for (int64_t i = 0; i < kSide; ++i) {
-      const float* key = weights + (n + 2 * i) * kSide;
-      const __m512 a = _mm512_maskz_loadu_ps(n + 2 * i < count ? 0xffff : 0, key);
-      const __m512 b = _mm512_maskz_loadu_ps(n + 2 * i + 1 < count ? 0xffff : 0, key + kSide);
-      keys[i] = (Vec)_mm512_maskz_permutexvar_epi16(~0u, pairs, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+      const int64_t key = n + 2 * i;
+      const Vec a = exp2_small(scale2 * load(scores + key * kSide) - base2);
+      const Vec b = exp2_small(scale2 * load(scores + (key + 1) * kSide) - base2);
+      sum += a + b;
+      keys[i] = (Vec)_mm512_maskz_permutexvar_epi16(
+          ~0u, pairs, (__m512i)_mm512_cvtne2ps_pbh((__m512)factor(b, key + 1), (__m512)factor(a, key)));
     }
     transpose(keys);
     std::memcpy(static_cast<void*>(out + n * kSide), keys, sizeof keys);
   }
+  store(peak, top);
+  store(total, sum);
+  store(decay, worth);
 }
 
 // A strip's sums, each row times its decay.
@@ -171,14 +211,14 @@ void weigh_in_vectors(const bf16* weights, const bf16* values, int64_t count, in
   }
 }
 
-// The same, all in registers.
+// The same, all in registers. The values stay in L1.
 template <int R, int C, class Ahead>
 void weigh_in_tiles(const bf16* weights, const bf16* values, int64_t count, int64_t dims, float* sums, Ahead& ahead) {
   const auto sum = [&](int64_t r, int64_t c) { return sums + r * kSide * dims + c * kSide * kSide; };
-  each<R>([&](auto r) { each<C>([&](auto c) { tile_load<r * C + c>(sum(r, c), 64); }); });
+  each<R>([&](auto r) { each<C>([&](auto c) { tile_stream<r * C + c>(sum(r, c), 64); }); });
   for (int64_t n = 0; n < count; n += kDepth) {
     ahead.step();
-    each<R>([&](auto r) { tile_load<4 + r>(weights + (r * kMostKeys + n) * kSide, 64); });
+    each<R>([&](auto r) { tile_stream<4 + r>(weights + (r * kMostKeys + n) * kSide, 64); });
     each<C>([&](auto c) {
       tile_load<6 + c % 2>(values + (n / kDepth * C + c) * kTileNumbers, 64);
       each<R>([&](auto r) { tile_multiply<r * C + c, 4 + r, 6 + c % 2>(); });

@@ -76,7 +76,6 @@ class Worker {
     total_.want(kRows * kLanes);
     decay_.want(kRows);
     all_scores_.want(kMostKeys * kRows);
-    scores_ = all_scores_;
     bias_.want(kMostKeys);
     factors_.want(kMostKeys);
     row_.want(std::max(dim_, value_dim_));
@@ -90,6 +89,10 @@ class Worker {
     // Not where sums alone are wanted: who divides by them makes the scores again, and they shall be the same.
     scales_later_ = unscaled() && value_dim_ > 0 && rule_.scale > 0 && rule_.softcap == 0;
     walk([&](const Keys& keys, int64_t head) {
+      if (tiled_ && value_dim_ > 0) {
+        soften_tiled(keys, head);
+        return weigh_tiled(keys, head);
+      }
       strips([&](float* scores, int64_t width, int64_t first) {
         const int64_t row = head * state_width() + first;
         soften(scores, keys.count, width, scales_later_ ? rule_.scale : 1.0f, tiled_ || narrow_ ? kSlack : 0.0f,
@@ -112,6 +115,7 @@ class Worker {
     paired_ = kTiles<T> && in_place_ && !source_.keys().grouped() && (value_dim_ == 0 || !source_.values().grouped());
     narrow_ = paired_ && width_ >= kNarrow && has_tiles();
     scales_later_ = false;
+    scores_ = all_scores_;
     want_keys();
     bounds_.clear();
     all_ = {std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
@@ -132,7 +136,7 @@ class Worker {
     std::optional<Scope> scope;
     if (tiled_) scope.emplace(kSide);
     if (narrow_) scope.emplace(width_);
-    const int64_t tile = tiled_ ? kMostKeys : in_place_ ? few_keys() : kTile;
+    const int64_t tile = tiled_ ? keys_at_once() : in_place_ ? few_keys() : kTile;
     Keys found[2];
     locate(task.begin, tile, found[0]);
     for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += tile, turn ^= 1) {
@@ -359,7 +363,7 @@ class Worker {
     if constexpr (kTiles<T> && Source::kInPlace && !kGrouped) {
       const bf16* halves = as_bf16(queries_ + head * width_ * dim_);
       if (narrow_) {
-        FetchNear ahead{ahead_};
+        FetchOnce ahead{ahead_, true};
         find_narrow_keys(keys, key);
         return score_narrow(tiles_.part[0], keys.count, halves, width_, scores_, ahead);
       }
@@ -372,7 +376,6 @@ class Worker {
   // The scores have become weights: the values of a tile and one kv head, weighed, are added to the sums.
   void weigh(const Keys& keys, int64_t head) {
     if (value_dim_ == 0) return;
-    if (tiled_) return weigh_tiled(keys, head);
     if constexpr (Source::kInPlace) {
       if (in_place_) return weigh_in_place(keys, head);
     }
@@ -459,6 +462,10 @@ class Worker {
 
 #if defined(__AVX512BF16__)
   using Scope = TileScope;
+
+  // Keys of a tile: where many strips multiply in AMX's tiles, so many that sums are seldom loaded, else so few that
+  // packed values stay in L1.
+  int64_t keys_at_once() const { return has_tiles() && width_ > kSide ? kMostKeys : kMostKeys / 2; }
 
   static bf16* as_bf16(float* data) { return reinterpret_cast<bf16*>(data); }
   static exact_bf16* as_exact(bf16* data) { return reinterpret_cast<exact_bf16*>(data); }
@@ -566,7 +573,7 @@ class Worker {
   }
 
   void weigh_narrow(const Keys& keys, int64_t head) {
-    FetchNear ahead{ahead_};
+    FetchOnce ahead{ahead_, true};
     pack_narrow_weights(scores_, keys.count, width_, as_bf16(narrow_weights_));
     weigh_narrow_head(as_bf16(narrow_weights_), width_, narrow_values(), place_, keys.count, value_dim_, decay_,
                       sums_ + head * width_ * value_dim_, ahead);
@@ -580,7 +587,7 @@ class Worker {
   // Values before their weights are made: a tile waits for what was stored just before.
   void pack_narrow(const Keys& keys, int64_t head) {
     if (value_dim_ == 0) return;
-    FetchNear ahead{ahead_};
+    FetchOnce ahead{ahead_, true};
     with_rows(source_.values(), keys, keys.value, head, value_scales_, [&](const auto* rows, auto, Groups) {
       place_ = {rows[0], source_.values().slot_bytes(), value_dim_};
       pack_narrow_values(rows, keys.count, value_dim_, place_, narrow_values(), ahead);
@@ -599,7 +606,7 @@ class Worker {
   void score_tiled(const Keys& keys, int64_t head) {
     find_keys(keys, head, tiles_);
     const bf16* queries = as_bf16(queries_ + head * width_ * dim_);
-    FetchOnce ahead{ahead_};
+    FetchOnce ahead{ahead_, has_tiles()};
     const auto score = [&](int first, int last, float* to) {
       score_head(tiles_, first, last, keys.count, queries, width_, dim_, to, ahead);
     };
@@ -625,19 +632,34 @@ class Worker {
     strips([&](float* scores, int64_t width, int64_t) { multiply_keys(scores, keys.count, width, factors_); });
   }
 
-  // Weights are rounded to bf16.
-  void weigh_tiled(const Keys& keys, int64_t head) {
-    multiply_strips(Source::kValuesAreKeys ? source_.keys() : source_.values(), keys, head);
-    bf16* weights = as_bf16(packed_weights_);
-    float* sums = sums_ + head * width_ * value_dim_;
-    strips([&](const float* scores, int64_t, int64_t first) {
-      pack_weights(scores, keys.count, weights + first * kMostKeys);
-      decay_sums(sums + first * value_dim_, value_dim_, decay_ + first);
+  // Scores become weights, rounded to bf16, and the sums so far are decayed.
+  void soften_tiled(const Keys& keys, int64_t head) {
+    const CachedRows<T>& values = Source::kValuesAreKeys ? source_.keys() : source_.values();
+    if (values.has_factor()) {
+      load_factors(values, keys, head);
+      std::fill(factors_ + keys.count, factors_ + round_up(keys.count, kDepth), 0.0f);
+      soften_strips(keys, head, [&](Vec weights, int64_t n) { return weights * factors_[n]; });
+    } else {
+      soften_strips(keys, head, [](Vec weights, int64_t) { return weights; });
+    }
+  }
+
+  template <class Factor>
+  void soften_strips(const Keys& keys, int64_t head, const Factor& factor) {
+    strips([&](float* scores, int64_t, int64_t first) {
+      const int64_t row = head * width_ + first;
+      soften_strip(scores, keys.count, scales_later_ ? rule_.scale : 1.0f, kSlack, factor, peak_ + row, total_ + row,
+                   decay_ + first, as_bf16(packed_weights_) + first * kMostKeys);
+      decay_sums(sums_ + row * value_dim_, value_dim_, decay_ + first);
     });
+  }
+
+  void weigh_tiled(const Keys& keys, int64_t head) {
+    float* sums = sums_ + head * width_ * value_dim_;
     const bf16* rows[kMostKeys];
     find_values(keys, head, rows);
-    FetchOnce ahead{ahead_};
-    weigh_head(weights, width_, rows, keys.count, value_dim_, sums, as_bf16(packed_values_), ahead);
+    FetchOnce ahead{ahead_, has_tiles()};
+    weigh_head(as_bf16(packed_weights_), width_, rows, keys.count, value_dim_, sums, as_bf16(packed_values_), ahead);
   }
 
   void find_values(const Keys& keys, int64_t head, const bf16** rows) {
@@ -685,6 +707,7 @@ class Worker {
   }
 #else
   using Scope = int64_t;
+  int64_t keys_at_once() const { return kTile; }
   void start_tiled(int64_t) {}
   void look_for_runs(const Keys&) {}
   int64_t steps_of(int64_t) const { return 1; }
@@ -692,6 +715,7 @@ class Worker {
   void pack_narrow(const Keys&, int64_t) {}
   void weigh_narrow(const Keys&, int64_t) {}
   void score_tiled(const Keys&, int64_t) {}
+  void soften_tiled(const Keys&, int64_t) {}
   void weigh_tiled(const Keys&, int64_t) {}
   void read_tiles(const float*, int64_t) {}
   void read_narrow(const float*, int64_t) {}

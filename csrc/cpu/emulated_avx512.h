@@ -451,6 +451,13 @@ inline __m512 _mm512_maskz_roundscale_ps(__mmask16 mask, __m512 a, int /*to whol
   return some_of<__m512, float>(mask, [&](int64_t i) { return std::nearbyint(lane<float>(a, i)); });
 }
 
+inline __m512 _mm512_maskz_reduce_ps(__mmask16 mask, __m512 a, int /*by whole numbers, below*/) {
+  return some_of<__m512, float>(mask, [&](int64_t i) {
+    const float x = lane<float>(a, i);
+    return std::isinf(x) ? 0.0f : x - std::floor(x);
+  });
+}
+
 // a * 2^floor(b)
 inline __m512 _mm512_mask_scalef_ps(__m512 other, __mmask16 mask, __m512 a, __m512 b) {
   return vector_of<__m512, float>([&](int64_t i) {
@@ -459,6 +466,10 @@ inline __m512 _mm512_mask_scalef_ps(__m512 other, __mmask16 mask, __m512 a, __m5
     if (std::isnan(power)) return power;
     return std::ldexp(lane<float>(a, i), static_cast<int>(std::clamp(power, -999.0f, 999.0f)));
   });
+}
+
+inline __m512 _mm512_maskz_scalef_ps(__mmask16 mask, __m512 a, __m512 b) {
+  return _mm512_mask_scalef_ps(__m512{}, mask, a, b);
 }
 
 // ------------------------------------------------------------------------------------------------------------ bfloat16

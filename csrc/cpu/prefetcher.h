@@ -135,16 +135,11 @@ struct FetchNothing {
   void step() {}
 };
 
-// For loops that multiply more than they read.
+// For loops that multiply more than they read. Those that AMX's tiles fill leave L1 to what they multiply.
 struct FetchOnce {
   Prefetcher& rows;
-  void step() { rows.step<1>(); }
-};
-
-// For loops in tiles with few rows: what they pack fills the first cache.
-struct FetchNear {
-  Prefetcher& rows;
-  void step() { rows.step<1, 2>(); }
+  bool to_l2 = false;
+  void step() { to_l2 ? rows.step<1, 2>() : rows.step<1>(); }
 };
 
 }  // namespace kvbackend::KVBACKEND_ISA
