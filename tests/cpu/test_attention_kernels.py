@@ -32,6 +32,12 @@ def reference(name: str, **args: Any) -> tuple[Tensor, Tensor]:
     return registry[name].reference(**registry[name].bind((), args))
 
 
+def exact_reference(name: str, **args: Any) -> tuple[Tensor, Tensor]:
+    """The reference, computed in float64: in float32 its own products may round as much as a kernel may."""
+    out, lse = reference(name, **in_float64(registry[name], args))
+    return out.to(args[queries(name)[0]].dtype), lse.float()
+
+
 def assert_close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], message: str = "", factor: float = 1) -> None:
     for what, a, b in zip(("out", "lse"), got, want, strict=True):
         assert difference(a, b) <= TOLERANCES[b.dtype] * factor, f"{message} {what}: {difference(a, b)}"
@@ -62,11 +68,11 @@ def check_this_isa(wanted: str) -> None:
     for name in NAMES:
         for dtype in DTYPES:
             for sample, args in registry[name].make_samples("cpu", dtype):
-                assert_close(kernel(name, **args), reference(name, **args), f"{name} {dtype} {sample}")
+                assert_close(kernel(name, **args), exact_reference(name, **args), f"{name} {dtype} {sample}")
             for shape in SHAPES:
                 many = 70 * shape["kv_heads"] // shape["heads"] + 2  # more queries than one task takes
                 args = call(name, [1, 3, many], [700, 90, 130], dtype, **shape)
-                assert_close(kernel(name, **args), reference(name, **args), f"{name} {dtype} {shape}", factor=2)
+                assert_close(kernel(name, **args), exact_reference(name, **args), f"{name} {dtype} {shape}", factor=2)
 
 
 @pytest.mark.parametrize("wanted", native.CPU_ISAS)
