@@ -406,6 +406,7 @@ template <int R, int kSteps>
     store(to, add ? load(to) + found : found);
   };
   LinesAhead::Steps steps = ahead.steps();
+  std::fill_n(place(1), R * kSide * kSide, 0.0f);  // weighed beside the first keys, and dropped
   for (int64_t i = 0; i <= count; ++i) {
     const float* before = place(i + 1);
     const auto weigh_before = [&](auto n) __attribute__((always_inline)) { weigh(before, n); };
@@ -628,6 +629,7 @@ class IndexWorker {
   }
 
   void score_in_tiles(int64_t i) {
+    if (width_ == 0) std::fill_n(scores_.data(), kMostTiles * kTile, 0.0f);  // no head has a say
     each_heads([&](auto r, int64_t head) {
       const auto score = dim_ == 4 * kDepth ? score_sides<r, 4> : score_sides<r, 1>;
       score(query(i) + head * dim_, dim_, sides_, num_sides_, weights_ + i * width_ + head, mask_.data() + head,

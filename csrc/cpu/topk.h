@@ -114,8 +114,8 @@ class Best {
   // Drops all but the k best.
   void cut() {
     Keys& scratch = scratch_of_thread();
-    scratch.all.resize(room_ + kLanes);
-    scratch.some.resize(room_ + kLanes);
+    for (std::vector<uint32_t>* keys : {&scratch.all, &scratch.some})
+      keys->resize(std::max<size_t>(keys->size(), room_ + kLanes));
     for (int64_t i = 0; i < count_; ++i) scratch.all[i] = ordered(scores_[i]);
     int64_t ties = k_;
     const uint32_t least = find(ties, scratch, count_);

@@ -176,6 +176,15 @@ def test_where_keys_lie_changes_no_bit(name: str, heads: int) -> None:
     assert_equal(kernel(name, **args), kernel(name, **args | dict(key_cache=apart)))
 
 
+@EVERY_INDEXER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_without_heads_every_key_scores_0(name: str, dtype: torch.dtype) -> None:
+    kernel(name, **call(name, [2, 3], [200, 90], dtype, heads=64))  # whose scores its buffers then hold
+    args = call(name, [2, 3], [200, 90], dtype, heads=0)
+    want = registry[name].reference(**registry[name].bind((), args))
+    assert_equal(kernel(name, **args), want if isinstance(want, tuple) else (want,))
+
+
 def test_memory_of_the_kernel_does_not_grow_with_queries_times_context() -> None:
     """64 queries over 32k keys: beside the result, less than 1/20 of the score matrix is ever held."""
     code = """if True:
