@@ -119,8 +119,9 @@ def check_this_isa(wanted: str) -> None:
     for dtype in DTYPES:
         plain = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
         for kv_format in [*FORMATS, *(pair.replace("bf16", plain) for pair in PAIRS)]:
-            for heads in (2, 4, 8, 40):  # of a kv head: 1, 2, 4, 20
-                assert_reference("paged_attention", quantized("paged_attention", kv_format, dtype, heads=heads))
+            for heads, last in ((2, 40), (4, 40), (8, 40), (40, 5)):  # of a kv head: 1, 2, 4, 20
+                args = quantized("paged_attention", kv_format, dtype, heads=heads, q_lens=[1, 3, last])
+                assert_reference("paged_attention", args)
             assert_reference("accumulate_scores", quantized("accumulate_scores", kv_format, dtype))
         for kv_format in MLA_FORMATS:
             for heads in (3, 16):

@@ -18,6 +18,7 @@ from .cached import Operand
 
 MAX_SPLITS = 32
 MIN_TOKENS = 256  # keys of the smallest split
+MERGED = 128  # numbers of a head that are merged at a time
 DECODE_QUERIES, DECODE_ROWS = 4, 64
 
 
@@ -153,7 +154,7 @@ def merge(
     from ...triton.attention import merge_splits
 
     num_seqs, num_splits, queries, num_heads, dim = part_out.shape
-    tile = min(launching.power_of_two(dim), 128)
+    tile = min(launching.power_of_two(dim), MERGED)
     launching.launch(
         merge_splits, (num_seqs, num_heads * launching.cdiv(dim, tile), queries), part_out, part_lse,
         part_lse if sinks is None else sinks.contiguous(), out, lse, seq_lens, cu_seqlens_q, num_splits, num_heads, dim,
