@@ -51,7 +51,7 @@ COMMON_FLAGS = [
 ]  # fmt: skip
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-# for the files that register such a variant
+FOR_BF16 = re.compile("^KVBACKEND_(REGISTER|PART)_BF16", re.MULTILINE)  # in the files that are compiled for it
 BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"]
 # For tests only (ci/emulated.sh): "tiles" puts AMX's tiles into memory, "avx512" does all of AVX-512 without it.
 EMULATED = os.environ.get("KVBACKEND_EMULATE", "")
@@ -113,9 +113,9 @@ def cpu_library(build: Path, target: Path) -> None:
     import torch
 
     stamps, tables = from_python()
-    ops = sorted(path for path in (SOURCES / "cpu").glob("*.cpp") if path.stem in stamps)
-    probes, write_side = (SOURCES / "cpu" / name for name in ("probes.cpp", "write_side.cpp"))  # are no ops
-    write_stamp(build, (stamps[path.stem] for path in ops))
+    once = (SOURCES / "cpu" / "isa.cpp", SOURCES / "common" / "direct.cpp")
+    sources = sorted({*(SOURCES / "cpu").glob("*.cpp")} - {*once}, key=lambda path: (path.stem in stamps, path))
+    write_stamp(build, (stamps[path.stem] for path in sources if path.stem in stamps))
     for name, table in tables.items():
         write_if_changed(build / name, table)
     installed = Path(os.environ.get("KVBACKEND_BUILD_TORCH") or Path(torch.__file__).parent)
@@ -126,15 +126,14 @@ def cpu_library(build: Path, target: Path) -> None:
     common = [*COMMON_FLAGS, *includes]
     held = variants()
     holds = [f"-DKVBACKEND_{variant.upper()}" for variant in ("avx2", "avx512") if variant in held]
-    once = (SOURCES / "cpu" / "isa.cpp", SOURCES / "common" / "direct.cpp")
     jobs = [(path, build / f"{path.stem}.o", ["-DKVBACKEND_ISA=plain", *holds, *EMULATES]) for path in once]
     own = {variant: [f"-DKVBACKEND_ISA={variant}", *flags] for variant, flags in held.items()}
     own["plain"] += ["-DKVBACKEND_REGISTERS", *holds]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         include = list(pool.map(lambda variant: precompiled(build / variant, common, own[variant]), held))
     for variant, precompiled_header in zip(held, include, strict=True):
-        for path in (write_side, *ops, probes):  # what takes longest is not left to the end
-            if variant == "avx512_bf16" and path is not probes and "KVBACKEND_REGISTER_BF16" not in path.read_text():
+        for path in sources:  # what ops share first: it takes longest
+            if variant == "avx512_bf16" and not FOR_BF16.search(path.read_text()):
                 continue
             jobs.append((path, build / f"{path.stem}.{variant}.o", [*own[variant], *precompiled_header]))
     libraries = [f"-L{installed / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]

@@ -115,7 +115,6 @@ class Worker {
     paired_ = kTiles<T> && in_place_ && !source_.keys().grouped() && (value_dim_ == 0 || !source_.values().grouped());
     narrow_ = paired_ && width_ >= kNarrow && has_tiles();
     scales_later_ = false;
-    scores_ = all_scores_;
     want_keys();
     bounds_.clear();
     all_ = {std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
@@ -147,8 +146,8 @@ class Worker {
       const int64_t steps = tiled_ ? steps_of(keys.count) : narrow_ ? 0 : steps_in_vectors(keys.count);
       if (narrow_) score_narrow_heads(keys, next);
       for (int64_t head = 0; head < task.heads; ++head) {
+        scores_ = scores_of(head);
         if (narrow_) {
-          scores_ = all_scores_ + head * kTile * width_;
           pack_narrow(keys, head);
           apply_factors(source_.keys(), keys, head);
         } else {
@@ -191,6 +190,9 @@ class Worker {
   }
 
  private:
+  // Where those of a kv head go: narrow ones are kept until all heads have some.
+  float* scores_of(int64_t head) { return all_scores_ + (narrow_ ? head * kTile * width_ : 0); }
+
   // What is fetched while one kv head of a tile is worked on: the rows of the next head. Of rows that are read in place
   // rather a part of the next tile, as memory has it, so that a core's own prefetching helps; all heads together get
   // through it.
@@ -567,7 +569,7 @@ class Worker {
     source_.prefetch(next, {0, next.count, task_->first_head, task_->heads}, ahead_);
     ahead_.finish_within(task_->heads * halves * (dim_ / kDepth + kSide + value_dim_ / kDepth));
     for (int64_t head = 0; head < task_->heads; ++head) {
-      scores_ = all_scores_ + head * kTile * width_;
+      scores_ = scores_of(head);
       score(keys, head);
     }
   }

@@ -18,7 +18,7 @@ Tensor candidate_blocks(const Tensor& q, const Tensor& weights, const Tensor& ke
   const int64_t blocks = (pages.capacity() + candidate_block_size - 1) / candidate_block_size;
   const int64_t k = std::min(num_candidates, blocks);
   Tensor out = new_result(q, {q.size(0), k}, ScalarType::Int);
-  const auto tiles_of = [&](const IndexTask& task) { return RangeTiles(pages, task); };
+  const auto tiles_of = [&](const IndexTask& task) { return std::make_unique<RangeTiles>(pages, task); };
   select_keys(call, rows, rows.tasks(kQueries, kTile * candidate_block_size), tiles_of, k, false, candidate_block_size,
               static_cast<int32_t*>(out.mutable_data_ptr()));
   return out;

@@ -30,6 +30,8 @@ class CodePages {
         global(global_scale_of(format, scale, "scale")),
         heads(cache.dim() == 4 ? cache.size(2) : 1),
         dim(cache.size(cache.dim() - 1) * format.per_byte()),
+        num_blocks(cache.size(0)),
+        block_size(cache.size(1)),
         scales(format, keys, scales_of(format, keys, cache, name, scale, scale_cache), 2, dim, cache.dim() == 4),
         data_(static_cast<char*>(const_cast<void*>(cache.const_data_ptr()))),
         block_(cache.stride(0)),
@@ -37,6 +39,22 @@ class CodePages {
         head_(cache.dim() == 4 ? cache.stride(2) : cache.size(2)),
         stride_(cache.stride(cache.dim() - 1)) {}
 
+  // One page of fresh codes [T, H, width], with scales as quantize_kv returns them for values.
+  CodePages(const KVFormat& format, float global, const Tensor& codes, const Tensor& scales)
+      : format(format),
+        global(global),
+        heads(codes.size(1)),
+        dim(codes.size(2) * format.per_byte()),
+        num_blocks(1),
+        block_size(codes.size(0)),
+        scales(format, false, scales, 1, dim),
+        data_(static_cast<char*>(codes.mutable_data_ptr())),
+        block_(0),
+        slot_(codes.stride(0)),
+        head_(codes.stride(1)),
+        stride_(1) {}
+
+  int64_t num_slots() const { return num_blocks * block_size; }
   // Whether a slot's heads follow each other.
   bool dense() const { return stride_ == 1 && head_ * format.per_byte() == dim; }
   int64_t stride() const { return stride_; }
@@ -48,7 +66,7 @@ class CodePages {
 
   const KVFormat& format;
   const float global;
-  const int64_t heads, dim;
+  const int64_t heads, dim, num_blocks, block_size;
   Scales scales;
 
  private:
@@ -82,9 +100,19 @@ inline void expect_side(const Tensor& cache, const char* name, const KVFormat* f
   if (is_quantized(format)) CodePages(*format, keys, cache, name, scale, scale_cache);
 }
 
-// Rows in a format, or nullptr for "auto", to the slots of a cache: write_side.cpp.
-extern void write_side(const Tensor& rows, const Tensor& cache, const char* name, const KVFormat* format, bool keys,
+// Codes of the first `count` rows [T, H, D] or [T, D] to the slots of pages, or to the slots 0, 1, ...; a slot outside,
+// -1 among them, is skipped. encode_rows.cpp.
+extern void encode_rows(const Tensor& x, const char* name, const CodePages& pages, const Ids* slots, int64_t count);
+
+// Rows in a format, or nullptr for "auto", to the slots of a cache.
+inline void write_side(const Tensor& rows, const Tensor& cache, const char* name, const KVFormat* format, bool keys,
                        const std::optional<Tensor>& scale, const std::optional<Tensor>& scale_cache,
-                       const Tensor& slot_mapping);
+                       const Tensor& slot_mapping) {
+  if (!is_quantized(format)) {
+    return write_slots(slot_mapping, cache.size(0) * cache.size(1), RowCopy(rows, cache));
+  }
+  const Ids slots(slot_mapping, "slot_mapping");
+  encode_rows(rows, name, CodePages(*format, keys, cache, name, scale, scale_cache), &slots, slot_mapping.size(0));
+}
 
 }  // namespace kvbackend::KVBACKEND_ISA

@@ -5,15 +5,15 @@ namespace kvbackend::KVBACKEND_ISA {
 namespace {
 
 // Writes scores where they belong.
-class Matrix {
+class Matrix final : public Collector {
  public:
   Matrix(float* out, int64_t columns) : out_(out), columns_(columns) {}
 
-  void begin(const IndexTask& task) { first_token_ = task.first_token; }
-  void take(int64_t query, const float* scores, int64_t count, int64_t first) {
+  void begin(const IndexTask& task) override { first_token_ = task.first_token; }
+  void take(int64_t query, const float* scores, int64_t count, int64_t first) override {
     std::copy_n(scores, count, out_ + (first_token_ + query) * columns_ + first);
   }
-  void end(const IndexTask&) {}
+  void end(const IndexTask&) override {}
 
  private:
   float* out_;
@@ -38,8 +38,9 @@ Tensor indexer_logits(const Tensor& q, const Tensor& weights, const Tensor& key_
       std::fill(data + row * columns + rows.visible[row], data + (row + 1) * columns, -kInfinity);
   });
   score_keys(
-      call, rows, rows.tasks(kQueries, kTile), [&](const IndexTask& task) { return RangeTiles(pages, task); },
-      [&] { return Matrix(data, columns); });
+      call, rows, rows.tasks(kQueries, kTile),
+      [&](const IndexTask& task) { return std::make_unique<RangeTiles>(pages, task); },
+      [&] { return std::make_unique<Matrix>(data, columns); });
   return out;
 }
 

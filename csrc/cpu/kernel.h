@@ -1,11 +1,11 @@
 // What every kernel file of the CPU starts with.
 //
-// setup.py compiles each <op>.cpp (and write_side.cpp, a part of two ops) once per instruction set, with KVBACKEND_ISA
-// naming the namespace that the code then lives in: plain, avx2, avx512. So the same loops exist several times,
-// vectorized differently, and nothing compiled for a newer CPU can be reached on an older one. Only the plain build
-// registers the op, with the variant that isa() chose when the library was loaded: KVBACKEND_REGISTER(op), last in the
-// file. A file that ends in KVBACKEND_REGISTER_BF16(op) is compiled a fourth time, as avx512_bf16: products of
-// bfloat16, in AMX tiles where the CPU has them (amx.h). Such a CPU has VBMI too.
+// setup.py compiles each <op>.cpp, and each file that is a part of several ops, once per instruction set, with
+// KVBACKEND_ISA naming the namespace that the code then lives in: plain, avx2, avx512. So the same loops exist several
+// times, vectorized differently, and nothing compiled for a newer CPU can be reached on an older one. Only the plain
+// build registers the op, with the variant that isa() chose when the library was loaded: KVBACKEND_REGISTER(op), last
+// in the file. A file that ends in KVBACKEND_REGISTER_BF16(op), or in KVBACKEND_PART_BF16, is compiled a fourth time,
+// as avx512_bf16: products of bfloat16, in AMX tiles where the CPU has them (amx.h). Such a CPU has VBMI too.
 #pragma once
 
 #include <algorithm>
@@ -69,6 +69,7 @@ Isa isa();  // isa.cpp: the best that this CPU has and this build holds, or the 
 #define KVBACKEND_REGISTER(op)
 #define KVBACKEND_REGISTER_BF16(op)
 #endif
+#define KVBACKEND_PART_BF16  // setup.py looks for it
 
 namespace kvbackend::KVBACKEND_ISA {
 

@@ -18,7 +18,7 @@ Tensor lightning_indexer(const Tensor& q, const Tensor& weights, const Tensor& k
   int32_t* selected = static_cast<int32_t*>(out.mutable_data_ptr());
   const bool by_score = order == "score";
   if (!candidates) {
-    const auto tiles_of = [&](const IndexTask& task) { return RangeTiles(pages, task); };
+    const auto tiles_of = [&](const IndexTask& task) { return std::make_unique<RangeTiles>(pages, task); };
     select_keys(call, rows, rows.tasks(kQueries, kTile), tiles_of, k, by_score, 0, selected);
     return out;
   }
@@ -33,7 +33,7 @@ Tensor lightning_indexer(const Tensor& q, const Tensor& weights, const Tensor& k
   const auto tiles_of = [&](const IndexTask& task) {
     std::vector<int64_t> blocks(count);
     for (int64_t i = 0; i < count; ++i) blocks[i] = ids(task.first_token, i);
-    return CandidateTiles(pages, task, std::move(blocks), candidate_block_size);
+    return std::make_unique<CandidateTiles>(pages, task, std::move(blocks), candidate_block_size);
   };
   select_keys(call, rows, rows.tasks(1, pages.capacity() + kTile), tiles_of, k, by_score, 0, selected);
   return out;

@@ -107,3 +107,5 @@ KVBACKEND_EXPORT double kvbackend_probe_products(int64_t rounds, int64_t threads
   return 0;
 }
 #endif
+
+KVBACKEND_PART_BF16

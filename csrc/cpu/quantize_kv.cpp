@@ -1,4 +1,5 @@
 // Rows to codes and scales.
+#include "code_pages.h"
 #include "encode.h"
 
 namespace kvbackend::KVBACKEND_ISA {
@@ -81,39 +82,6 @@ void make_static_scales(const Tensor& x, const KVFormat& format, const Tensor& s
   std::copy_n(stored.begin(), scales.numel(), static_cast<float*>(scales.mutable_data_ptr()));
 }
 
-// Parallel over tokens. A row is read twice where its scales are its own, the second time from L1.
-template <class T, class Code>
-void quantize_rows(const Tensor& x, const KVFormat& format, float global, Code* codes, const Tensor& scales) {
-  Scales found(format, false, scales, 1, x.size(2));
-  Rows<T> rows(x);
-  rows.merge_heads(found);
-  const int64_t row_codes = rows.row / kPerByte<Code>;
-  torch::stable::parallel_for(0, rows.tokens, grain(rows.row_bytes()), [&](int64_t begin, int64_t end) {
-    RowEncoder<T, Code> encoder(format, global, found.span(), found.count());
-    std::vector<float> given(round_up(found.count(), kLanes));
-    std::vector<T> room;
-    int64_t read = -1;
-    for (int64_t token = begin; token < end; ++token) {
-      for (int64_t head = 0; head < rows.heads; ++head) {
-        const T* from = rows.at(token, head, room);
-        Code* to = codes + (token * rows.heads + head) * row_codes;
-        const int64_t offset = found.offset(0, token, head);
-        if (format.is_static()) {
-          if (offset != read) {
-            found.read(offset, given.data(), nullptr);
-            encoder.take(given.data());
-          }
-          read = offset;
-          encoder.encode_taken(from, to);
-        } else {
-          encoder.encode(from, to);
-          encoder.write(found, offset);
-        }
-      }
-    }
-  });
-}
-
 // KIVI's keys: a scale for each channel of a group of tokens. Parallel over groups, and over heads where groups are
 // few; the rows of an item stay in L2.
 template <class T>
@@ -172,15 +140,14 @@ std::tuple<Tensor, Tensor> quantize_kv(const Tensor& x, const std::string& kv_fo
     using T = decltype(number);
     with_codes(format, [&](auto code) {
       using Code = decltype(code);
-      Code* data = static_cast<Code*>(codes.mutable_data_ptr());
       if constexpr (std::is_same_v<Code, uint4x2>) {
-        if (by_tokens) return quantize_groups<T>(x, format, data, scales);
+        if (by_tokens) quantize_groups<T>(x, format, static_cast<Code*>(codes.mutable_data_ptr()), scales);
       } else {
         if (format.is_static() && !scale) make_static_scales<T, Code>(x, format, scales);
       }
-      quantize_rows<T>(x, format, global, data, scales);
     });
   });
+  if (!by_tokens) encode_rows(x, "x", CodePages(format, global, codes, scales), nullptr, num_tokens);
   return {codes, scales};
 }
 

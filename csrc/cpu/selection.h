@@ -21,11 +21,11 @@ class Selection {
     }
   }
 
-  class Collector {
+  class Bests final : public Collector {
    public:
-    explicit Collector(Selection& all) : all_(all) { bests_.assign(kQueries, Best(all.k_)); }
+    explicit Bests(Selection& all) : all_(all) { bests_.assign(kQueries, Best(all.k_)); }
 
-    void begin(const IndexTask& task) {
+    void begin(const IndexTask& task) override {
       for (int64_t i = 0; i < task.queries; ++i) {
         bests_[i].start();
         const int64_t visible = all_.rows_.visible[task.first_token + i];
@@ -35,11 +35,11 @@ class Selection {
       }
     }
 
-    void take(int64_t query, const float* scores, int64_t count, int64_t first) {
+    void take(int64_t query, const float* scores, int64_t count, int64_t first) override {
       all_.block_ ? take_blocks(query, scores, count, first) : bests_[query].add(scores, count, first);
     }
 
-    void end(const IndexTask& task) {
+    void end(const IndexTask& task) override {
       for (int64_t i = 0; i < task.queries; ++i) {
         bests_[i].finish();
         if (task.parts == 1) {
@@ -106,11 +106,10 @@ class Selection {
 };
 
 // Scores the keys and selects the k best, or the best blocks.
-template <class TilesOf>
-void select_keys(const IndexerCall& call, const IndexRows& rows, const std::vector<IndexTask>& tasks,
-                 TilesOf&& tiles_of, int64_t k, bool by_score, int64_t block, int32_t* out) {
+inline void select_keys(const IndexerCall& call, const IndexRows& rows, const std::vector<IndexTask>& tasks,
+                        const TilesOf& tiles_of, int64_t k, bool by_score, int64_t block, int32_t* out) {
   Selection selection(rows, tasks, k, by_score, block, out);
-  score_keys(call, rows, tasks, tiles_of, [&] { return Selection::Collector(selection); });
+  score_keys(call, rows, tasks, tiles_of, [&] { return std::make_unique<Selection::Bests>(selection); });
   selection.merge(tasks);
 }
 
