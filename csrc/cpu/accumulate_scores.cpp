@@ -7,7 +7,7 @@ namespace kvbackend::KVBACKEND_ISA {
 namespace {
 
 // A logit's probability is e^(logit - peak) * inverse; inverse is 0 for rows that see no key.
-class Norms {
+class Norms final : public Results {
  public:
   Norms(int64_t tokens, int64_t heads, std::vector<float> sinks)
       : heads_(heads),
@@ -15,7 +15,7 @@ class Norms {
         peaks_(new float[tokens * heads]()),
         inverses_(new float[tokens * heads]()) {}
 
-  void write(int64_t token, int64_t head, float peak, float total, float* /*values*/) const {
+  void write(int64_t token, int64_t head, float peak, float total, float* /*values*/) const override {
     if (peak == -kInfinity && total == 0) return;
     if (!sinks_.empty()) total += sinks_[head] == peak ? 1.0f : std::exp(sinks_[head] - peak);  // also if both are +inf
     peaks_[token * heads_ + head] = peak;

@@ -9,9 +9,15 @@ namespace kvbackend::KVBACKEND_ISA {
 
 // ------------------------------------------------------------------------------------------------------ the results
 
-// A row's attention, or a part of it: the greatest logit, the sum of e^(logit - peak), and the values weighed alike.
+// Takes each row's attention: the greatest logit, the sum of e^(logit - peak), and the values weighed alike.
+class Results {
+ public:
+  virtual ~Results() = default;
+  virtual void write(int64_t token, int64_t head, float peak, float total, float* values) const = 0;
+};
+
 template <class T>
-class Output {
+class Output final : public Results {
  public:
   Output(const Tensor& q, int64_t heads, int64_t value_dim, std::vector<float> sinks, bool return_lse)
       : out(new_result(q, {q.size(0), heads, value_dim})),
@@ -26,7 +32,7 @@ class Output {
     if (lse_) std::fill_n(lse_, q.size(0) * heads, -kInfinity);
   }
 
-  void write(int64_t token, int64_t head, float peak, float total, float* values) const {
+  void write(int64_t token, int64_t head, float peak, float total, float* values) const override {
     const int64_t row = token * heads_ + head;
     if (peak == -kInfinity && total == 0) return;
     if (lse_) lse_[row] = peak + std::log(total);
@@ -182,16 +188,16 @@ void share_out(const Source& source, const KeyPages& pages, const LogitRule& rul
   });
 }
 
-// Each row of a task goes to `output`, or to `parts`, to be merged.
-template <class T, class Source, class KeyPages, class Output>
+// Each row of a task goes to `results`, or to `parts`, to be merged.
+template <class T, class Source, class KeyPages>
 void run_tasks(const Source& source, const KeyPages& pages, const LogitRule& rule, const Plan& plan, float* parts,
-               const Output& output) {
+               const Results& results) {
   const int64_t value_dim = source.value_dim();
   share_out<T>(source, pages, rule, plan.threads, plan.tasks.size(), [&](auto& worker, size_t i) {
     const Task& task = plan.tasks[i];
     const Sequence& sequence = plan.batch[task.sequence];
     worker.run(task, sequence, [&](int64_t token, int64_t head, float peak, float total, float* values) {
-      if (task.part < 0) return output.write(token, head, peak, total, values);
+      if (task.part < 0) return results.write(token, head, peak, total, values);
       float* part = parts + plan.part_index(sequence, token, head, task.part) * (value_dim + 2);
       part[0] = peak;
       part[1] = total;
@@ -201,8 +207,7 @@ void run_tasks(const Source& source, const KeyPages& pages, const LogitRule& rul
 }
 
 // Parallel over rows: the parts of each, in the order of their keys.
-template <class Output>
-void merge_parts(const Plan& plan, int64_t value_dim, const float* parts, const Output& output) {
+inline void merge_parts(const Plan& plan, int64_t value_dim, const float* parts, const Results& results) {
   const int64_t size = value_dim + 2;
   torch::stable::parallel_for(0, plan.merges.size(), grain(size * 64), [&](int64_t begin, int64_t end) {
     std::vector<float> values(value_dim);
@@ -220,18 +225,18 @@ void merge_parts(const Plan& plan, int64_t value_dim, const float* parts, const 
         total += worth * part[1];
         for (int64_t d = 0; d < value_dim; ++d) values[d] += worth * part[2 + d];
       }
-      output.write(row.token, row.head, peak, total, values.data());
+      results.write(row.token, row.head, peak, total, values.data());
     }
   });
 }
 
-// Peak, total and values of each row of a plan: to output.write(token, head, peak, total, values).
-template <class T, class Source, class KeyPages, class Output>
+// All rows of a plan.
+template <class T, class Source, class KeyPages>
 void attend_to(const Source& source, const KeyPages& pages, const LogitRule& rule, const Plan& plan,
-               const Output& output) {
+               const Results& results) {
   const std::unique_ptr<float[]> parts(new float[plan.num_parts * (source.value_dim() + 2)]);
-  run_tasks<T>(source, pages, rule, plan, parts.get(), output);
-  merge_parts(plan, source.value_dim(), parts.get(), output);
+  run_tasks<T>(source, pages, rule, plan, parts.get(), results);
+  merge_parts(plan, source.value_dim(), parts.get(), results);
 }
 
 // The whole of an op, once its source is made: out [T, H, value_dim] and lse [T, H], or empty.

@@ -3,6 +3,10 @@
 
 namespace kvbackend::KVBACKEND_ISA {
 
+template void attend_to<float>(const PagedSource<float>&, const Pages&, const LogitRule&, const Plan&, const Results&);
+template void attend_to<bf16>(const PagedSource<bf16>&, const Pages&, const LogitRule&, const Plan&, const Results&);
+template void attend_to<fp16>(const PagedSource<fp16>&, const Pages&, const LogitRule&, const Plan&, const Results&);
+
 std::tuple<Tensor, Tensor> paged_attention(
     const Tensor& q, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
     const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t max_seqlen_q, double softmax_scale, bool causal,

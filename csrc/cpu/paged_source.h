@@ -128,6 +128,14 @@ class PagedSource {
   std::optional<Tensor> bias_;
 };
 
+// In paged_attention.cpp.
+extern template void attend_to<float>(const PagedSource<float>&, const Pages&, const LogitRule&, const Plan&,
+                                      const Results&);
+extern template void attend_to<bf16>(const PagedSource<bf16>&, const Pages&, const LogitRule&, const Plan&,
+                                     const Results&);
+extern template void attend_to<fp16>(const PagedSource<fp16>&, const Pages&, const LogitRule&, const Plan&,
+                                     const Results&);
+
 inline std::vector<float> read_sinks(const std::optional<Tensor>& sinks, int64_t heads) {
   if (!sinks) return {};
   expect_shape(*sinks, "sinks", {heads});

@@ -213,15 +213,20 @@ std::vector<Query> read_queries(const Tensor& seq_lens, const Tensor& cu_seqlens
 
 // Results are turned back before they are rounded.
 template <class T>
-struct TurnedOutput {
-  const Output<T>& output;
-  const std::vector<float>& angles;  // of each token, or none
-  int64_t rotary_dim, dim;
+class TurnedOutput final : public Results {
+ public:
+  TurnedOutput(const Output<T>& output, const std::vector<float>& angles, int64_t rotary_dim, int64_t dim)
+      : output_(output), angles_(angles), rotary_dim_(rotary_dim), dim_(dim) {}
 
-  void write(int64_t token, int64_t head, float peak, float total, float* values) const {
-    if (rotary_dim) rotate(values + dim - rotary_dim, angles.data() + token * rotary_dim, rotary_dim, true);
-    output.write(token, head, peak, total, values);
+  void write(int64_t token, int64_t head, float peak, float total, float* values) const override {
+    if (rotary_dim_) rotate(values + dim_ - rotary_dim_, angles_.data() + token * rotary_dim_, rotary_dim_, true);
+    output_.write(token, head, peak, total, values);
   }
+
+ private:
+  const Output<T>& output_;
+  const std::vector<float>& angles_;  // of each token, or none
+  int64_t rotary_dim_, dim_;
 };
 
 }  // namespace
