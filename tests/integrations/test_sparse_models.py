@@ -255,7 +255,7 @@ def test_rings_that_lost_too_much_say_so(patched):
 
 @ONE_OF_EACH
 def test_running_out_of_blocks_leaves_the_cache_as_it_was(name, patched):
-    model, ids = patched(name, num_blocks=4), eager(name).sequences
+    ids, model = eager(name).sequences, patched(name, num_blocks=4)
     pages = new_cache(model)
     with torch.no_grad():
         model(ids[:, :9], cache=pages)
@@ -288,7 +288,7 @@ def test_weights_are_the_models_own(name, patched):
 @ONE_OF_EACH
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_has_weights_of_its_own(name, duplicate, patched):
-    model, ids = patched(name), eager(name).sequences[:, :20]
+    ids, model = eager(name).sequences[:, :20], patched(name)
     other = duplicate(model)
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
