@@ -109,7 +109,8 @@ def generate(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, **
 
 @cache
 def eager(name: str, padding: tuple[int, ...] = (6, 0), **options: Any) -> Any:
-    """What the unpatched model generates."""
+    """What the unpatched model generates: to be asked for before the model is patched."""
+    assert "_kvbackend" not in vars(model_of(name))
     return generate(model_of(name), prompt(padding), **options)
 
 

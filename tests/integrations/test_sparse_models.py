@@ -84,7 +84,8 @@ def model_of(name):
 
 @cache
 def eager(name, padding=(0,), **options):
-    """What the unpatched model generates."""
+    """What the unpatched model generates: to be asked for before the model is patched."""
+    assert "_kvbackend" not in vars(model_of(name))
     return generate(model_of(name), prompt(padding), **options)
 
 
@@ -239,9 +240,8 @@ def test_the_last_token_may_be_taken_back(name, patched):
 
 
 def test_rings_that_lost_too_much_say_so(patched):
-    model = patched("deepseek v4")
+    ids, model = eager("deepseek v4").sequences, patched("deepseek v4")
     pages = new_cache(model)
-    ids = eager("deepseek v4").sequences
     with torch.no_grad():
         model(ids[:, :30], cache=pages)
         with pytest.raises(ArgumentError, match="length is 20; a token at that position needs"):
