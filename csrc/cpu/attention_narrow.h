@@ -39,72 +39,166 @@ void score_narrow(const KeyTiles::Part& keys, int64_t count, const bf16* queries
   }
 }
 
-// Weights [count, width] as A tiles, one for each kDepth keys: rows are rows. Keys past count weigh 0.
-inline void pack_narrow_weights(const float* weights, int64_t count, int64_t width, bf16* out) {
-  alignas(kLine) static constexpr uint16_t kTurns[2 * kDepth] = {
-      0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
-      44, 46, 48, 50, 52, 54, 56, 58, 60, 62, 1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23,
-      25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  const __m512i evens = _mm512_load_si512(kTurns), odds = _mm512_load_si512(kTurns + kDepth);
-  for (int64_t n = 0; n < count; n += kDepth, out += width * kDepth, weights += width * kDepth) {
-    const int64_t left = (count - n) * width;
-    const auto lanes = [&](int64_t first) {
-      const int64_t there = std::clamp<int64_t>(left - first, 0, kLanes);
-      return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << there) - 1), weights + first);
-    };
-    __m512i part[8];
-    for (int64_t i = 0; i < width; ++i)
-      part[i] = (__m512i)_mm512_cvtne2ps_pbh(lanes((2 * i + 1) * kLanes), lanes(2 * i * kLanes));
-    for (int64_t size = width; size > 1; size /= 2) {  // the rows of each part into even ones and odd ones
-      for (int64_t first = 0; first < width; first += size) {
-        __m512i turned[8];
-        for (int64_t i = 0; i < size / 2; ++i) {
-          const __m512i a = part[first + 2 * i], b = part[first + 2 * i + 1];
-          turned[i] = _mm512_maskz_permutex2var_epi16(~0u, a, evens, b);
-          turned[size / 2 + i] = _mm512_maskz_permutex2var_epi16(~0u, a, odds, b);
-        }
-        std::copy_n(turned, size, part + first);
+// The rows of a kv head that come next: of its keys and values the first half and the second side by side, a line of
+// each at a time, as evenly as the work on others goes. A core reads four streams faster than one.
+class NextRows {
+ public:
+  NextRows() = default;
+  NextRows(const char* keys, const char* values, const Keys& tile, int64_t row_bytes, int64_t steps)
+      : keys_(keys),
+        values_(values),
+        tile_(&tile),
+        row_bytes_(row_bytes),
+        rows_(tile.count ? kSide : 0),
+        steps_(steps) {}
+
+  void step() {
+    for (due_ += kSide; due_ >= steps_ && row_ < rows_; due_ -= steps_, ++row_) {
+      const char* first[] = {keys_ + tile_->key[row_], values_ + tile_->value[row_], keys_ + tile_->key[kSide + row_],
+                             values_ + tile_->value[kSide + row_]};
+      for (int64_t at = 0; at < row_bytes_; at += kLine) {
+        for (const char* row : first) __builtin_prefetch(row + at, 0, 2);
       }
     }
-    for (int64_t i = 0; i < width; ++i) {
-      const int64_t row = width == 8 ? i % 2 * 4 + i / 2 % 2 * 2 + i / 4 : width == 4 ? i % 2 * 2 + i / 2 : i;
-      _mm512_storeu_si512(out + row * kDepth, part[i]);
-    }
   }
-}
 
-// Where packed values go: from one tile to the next, and the first one's place. Rows a multiple of 2 KiB apart are read
-// from the same few lines of each 2 KiB, all heads one after the other; a store to such a place of its 4 KiB delays the
-// reading. So tiles then lie in the other half of each 2 KiB.
-struct PackedPlace {
-  static constexpr int64_t kApart = 2048, kHalf = kApart / 2;  // bytes
-  int64_t tile = kTileNumbers, first = 0;
+ private:
+  const char *keys_ = nullptr, *values_ = nullptr;
+  const Keys* tile_ = nullptr;
+  int64_t row_bytes_ = 0, rows_ = 0, row_ = 0;
+  int64_t steps_ = 1, due_ = 0;
+};
 
-  PackedPlace() = default;
-  PackedPlace(const void* values, int64_t row_bytes, int64_t dims) {
-    if (row_bytes % kApart || dims * static_cast<int64_t>(sizeof(bf16)) > kHalf) return;
-    tile = kApart / sizeof(bf16);
-    first = reinterpret_cast<uintptr_t>(values) % kApart < kHalf ? kHalf / sizeof(bf16) : 0;
+constexpr int64_t kNarrowKeys = kDepth;  // attended to at once
+
+// Where the numbers of 32 / W keys and W rows go, so that rows are rows: bytes of a vector.
+template <int W>
+struct RowsOfKeys {
+  uint8_t order[2 * kDepth] = {};
+  constexpr RowsOfKeys() {
+    for (int row = 0, to = 0; row < W; ++row) {
+      for (int key = 0; key < kDepth / W; ++key) {
+        for (int byte = 0; byte < 2; ++byte) order[to++] = static_cast<uint8_t>(2 * (key * W + row) + byte);
+      }
+    }
   }
 };
 
-constexpr int64_t kNarrowValues = kTile;  // floats of packed values for each dim, and how many more
-constexpr int64_t kNarrowRoom = (PackedPlace::kHalf + PackedPlace::kApart) / sizeof(float);
+// W vectors of W parts: the first part of each, then the second of each ..
+template <int W>
+[[gnu::always_inline]] inline void turn_parts(__m512i (&part)[W]) {
+  const auto lanes = [](__m512i& a, __m512i& b, auto low, auto high) {
+    const __m512i first = _mm512_maskz_shuffle_i32x4(~0, a, b, low);
+    b = _mm512_maskz_shuffle_i32x4(~0, a, b, high), a = first;
+  };
+  constexpr std::integral_constant<int, 0x44> first_half;
+  constexpr std::integral_constant<int, 0xee> second_half;
+  constexpr std::integral_constant<int, 0x88> evens;
+  constexpr std::integral_constant<int, 0xdd> odds;
+  if constexpr (W == 2) {
+    lanes(part[0], part[1], first_half, second_half);
+  } else if constexpr (W == 4) {
+    lanes(part[0], part[1], first_half, second_half);
+    lanes(part[2], part[3], first_half, second_half);
+    lanes(part[0], part[2], evens, odds);
+    lanes(part[1], part[3], evens, odds);
+    std::swap(part[1], part[2]);
+  } else {  // two parts to a lane: as pairs of them first
+    __m512i pairs[2][W / 2];
+    for (int i = 0; i < W / 2; ++i) {
+      pairs[0][i] = _mm512_maskz_unpacklo_epi64(~0, part[2 * i], part[2 * i + 1]);
+      pairs[1][i] = _mm512_maskz_unpackhi_epi64(~0, part[2 * i], part[2 * i + 1]);
+    }
+    turn_parts(pairs[0]);
+    turn_parts(pairs[1]);
+    for (int i = 0; i < W; ++i) part[i] = pairs[i % 2][i / 2];
+  }
+}
+
+// function(width) for a width below kSide.
+template <class F>
+void with_narrow(int64_t width, F&& function) {
+  if (width == 8) return function(std::integral_constant<int, 8>{});
+  if (width == 4) return function(std::integral_constant<int, 4>{});
+  function(std::integral_constant<int, 2>{});
+}
+
+// A number for each key to all its W lanes.
+template <int W>
+Vec repeat(const float* numbers) {
+  BitVec lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i / W;
+  return (Vec)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)lane, (__m512)load(numbers));
+}
+
+// soften (attention_loops.h) for up to kDepth keys, whose scores, one after the other, stay in registers. Weights,
+// times factor(weights, vector), go to `out` as an A tile: rows are rows. Keys past count weigh 0.
+template <int W, class Factor>
+void soften_narrow(const float* scores, int64_t count, float scale, float slack, const Factor& factor, float* peak,
+                   float* total, float* decay, bf16* out) {
+  constexpr float kLog2e = 1.44269504f;
+  constexpr int kVectors = kDepth * W / kLanes;
+  const auto larger = [](Vec a, Vec b) { return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); };
+  Vec x[kVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    const int64_t there = count * W - i * kLanes;
+    const auto lanes = static_cast<__mmask16>(there >= kLanes ? ~0 : there <= 0 ? 0 : (1 << there) - 1);
+    x[i] = (Vec)_mm512_mask_loadu_ps((__m512)broadcast(-kInfinity), lanes, scores + i * kLanes);
+  }
+  constexpr int kChains = std::min(4, kVectors);  // of comparisons that need not wait for each other
+  Vec tops[kChains];
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) tops[i % kChains] = i < kChains ? x[i] : larger(x[i], tops[i % kChains]);
+  for (int c = 1; c < kChains; ++c) tops[0] = larger(tops[c], tops[0]);
+  Vec top = tops[0];
+  if (W <= 8) top = larger((Vec)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)top, (__m512)top, 0x4e), top);
+  if (W <= 4) top = larger((Vec)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)top, (__m512)top, 0xb1), top);
+  if (W <= 2) top = larger((Vec)_mm512_maskz_permute_ps(0xffff, (__m512)top, 0x4e), top);
+  const Vec before = load(peak);
+  top = scale * top;
+  top = top > before + slack ? top : before;
+  const Vec base = top > -kInfinity ? top : Vec{};  // nothing seen yet: all weights shall be 0, not NaN
+  const Vec seen = exp2_small((before - base) * kLog2e);
+  const Vec worth = before > -kInfinity ? seen : broadcast(1.0f);  // of nothing: that takes no decay
+  const float scale2 = scale * kLog2e;
+  const Vec base2 = base * kLog2e;
+  Vec sum = load(total) * worth;
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    x[i] = exp2_small(scale2 * x[i] - base2);
+    sum += x[i];
+    x[i] = factor(x[i], i);
+  }
+  store(peak, top);
+  store(total, sum);
+  store(decay, worth);
+  alignas(kLine) static constexpr RowsOfKeys<W> kRowsOfKeys;
+  const __m512i order = _mm512_load_si512(kRowsOfKeys.order);
+  __m512i part[W];
+#pragma GCC unroll 8
+  for (int i = 0; i < W; ++i) {
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)x[2 * i + 1], (__m512)x[2 * i]);
+    part[i] = _mm512_maskz_permutexvar_epi8(~0ull, order, halves);
+  }
+  turn_parts<W>(part);
+#pragma GCC unroll 8
+  for (int i = 0; i < W; ++i) _mm512_storeu_si512(out + i * kDepth, part[i]);
+}
 
 // All columns of rows of values as B tiles [count / 32, dims / 16]. The unpacking leaves the columns of each two tiles
 // in an order of its own, which unpair_sums undoes. Rows past count become 0.
 template <class E, class Ahead>
-void pack_narrow_values(const E* const* rows, int64_t count, int64_t dims, const PackedPlace& place, bf16* out,
-                        Ahead& ahead) {
+void pack_narrow_values(const E* const* rows, int64_t count, int64_t dims, bf16* out, Ahead& ahead) {
   for (int64_t n = 0; n < round_up(count, kDepth); n += 2) {
     ahead.step();
-    bf16* tiles = out + place.first + n / kDepth * (dims / kSide) * place.tile + n % kDepth * kSide;
+    bf16* tiles = out + n * kSide;
 #pragma GCC unroll 4
-    for (int64_t d = 0; d < dims; d += kDepth, tiles += 2 * place.tile) {
+    for (int64_t d = 0; d < dims; d += kDepth, tiles += 2 * kTileNumbers) {
       const __m512i x = n < count ? (__m512i)load_halves(rows[n] + d / kPerByte<E>) : __m512i{};
       const __m512i y = n + 1 < count ? (__m512i)load_halves(rows[n + 1] + d / kPerByte<E>) : __m512i{};
       _mm512_storeu_si512(tiles, _mm512_maskz_unpacklo_epi16(~0u, x, y));
-      _mm512_storeu_si512(tiles + place.tile, _mm512_maskz_unpackhi_epi16(~0u, x, y));
+      _mm512_storeu_si512(tiles + kTileNumbers, _mm512_maskz_unpackhi_epi16(~0u, x, y));
     }
   }
 }
@@ -117,26 +211,23 @@ inline void unpack_narrow_sums(const float* sums, int64_t row, int64_t width, in
 
 // sums [width, dims] = decay * sums + packed weights * packed values.
 template <class Ahead>
-void weigh_narrow_head(const bf16* weights, int64_t width, const bf16* values, const PackedPlace& place, int64_t count,
-                       int64_t dims, const float* decay, float* sums, Ahead& ahead) {
+void weigh_narrow(const bf16* weights, int64_t width, const bf16* values, int64_t dims, const float* decay, float* sums,
+                  Ahead& ahead) {
   for (int64_t row = 0; row < width; ++row) {
     float* own = sums + row * kSide;
     for (int64_t d = 0; decay[row] != 1.0f && d < dims; d += kSide)
       store(own + d * width, decay[row] * load(own + d * width));
   }
   for (int64_t d = 0; d < dims; d += kDepth) {
+    ahead.step();
     float *low = sums + d * width, *high = low + kSide * width;
     tile_load<6>(low, 64);
     tile_load<7>(high, 64);
-    for (int64_t n = 0; n < count; n += kDepth) {
-      ahead.step();
-      const bf16* packed = values + place.first + (n / kDepth * dims + d) / kSide * place.tile;
-      tile_load<5>(weights + n * width, 64);
-      tile_load<3>(packed, 64);
-      tile_multiply<6, 5, 3>();
-      tile_load<4>(packed + place.tile, 64);
-      tile_multiply<7, 5, 4>();
-    }
+    tile_load<5>(weights, 64);
+    tile_load<3>(values + d * kDepth, 64);
+    tile_multiply<6, 5, 3>();
+    tile_load<4>(values + (d + kSide) * kDepth, 64);
+    tile_multiply<7, 5, 4>();
     tile_store<6>(low, 64);
     tile_store<7>(high, 64);
   }

@@ -57,7 +57,7 @@ template <class T>
 constexpr bool kTiles = false;
 constexpr int64_t kSide = kLanes;  // rows of a strip
 inline bool has_tiles() { return false; }
-constexpr int64_t kPackedValues = 0, kNarrowValues = 0, kNarrowRoom = 0;
+constexpr int64_t kPackedValues = 0, kNarrowKeys = 0;
 #endif
 
 // What a thread needs to work on tasks, one after the other. KeyPages says where a sequence's keys are, as Pages does.
@@ -75,7 +75,7 @@ class Worker {
     peak_.want(kRows * kLanes);
     total_.want(kRows * kLanes);
     decay_.want(kRows);
-    all_scores_.want(kMostKeys * kRows);
+    scores_.want(kMostKeys * kRows);
     bias_.want(kMostKeys);
     factors_.want(kMostKeys);
     row_.want(std::max(dim_, value_dim_));
@@ -93,6 +93,7 @@ class Worker {
         soften_tiled(keys, head);
         return weigh_tiled(keys, head);
       }
+      if (narrow_ && value_dim_ > 0) return soften_narrow_head(keys, head);
       strips([&](float* scores, int64_t width, int64_t first) {
         const int64_t row = head * state_width() + first;
         soften(scores, keys.count, width, scales_later_ ? rule_.scale : 1.0f, tiled_ || narrow_ ? kSlack : 0.0f,
@@ -135,7 +136,7 @@ class Worker {
     std::optional<Scope> scope;
     if (tiled_) scope.emplace(kSide);
     if (narrow_) scope.emplace(width_);
-    const int64_t tile = tiled_ ? keys_at_once() : in_place_ ? few_keys() : kTile;
+    const int64_t tile = tiled_ ? keys_at_once() : narrow_ ? kNarrowKeys : in_place_ ? few_keys() : kTile;
     Keys found[2];
     locate(task.begin, tile, found[0]);
     for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += tile, turn ^= 1) {
@@ -144,12 +145,9 @@ class Worker {
       if (keys.count == 0) continue;
       look_for_runs(keys);
       const int64_t steps = tiled_ ? steps_of(keys.count) : narrow_ ? 0 : steps_in_vectors(keys.count);
-      if (narrow_) score_narrow_heads(keys, next);
       for (int64_t head = 0; head < task.heads; ++head) {
-        scores_ = scores_of(head);
         if (narrow_) {
-          pack_narrow(keys, head);
-          apply_factors(source_.keys(), keys, head);
+          start_narrow(keys, next, head);
         } else {
           ahead_.clear();
           want_next(keys, next, head, begin == task.begin);
@@ -160,6 +158,7 @@ class Worker {
         function(keys, head);
       }
     }
+    if (narrow_) weigh_packed();
   }
 
   // The scores of the last tile, in strips: function(scores [keys, width], width, first), whose columns are the rows
@@ -190,9 +189,6 @@ class Worker {
   }
 
  private:
-  // Where those of a kv head go: narrow ones are kept until all heads have some.
-  float* scores_of(int64_t head) { return all_scores_ + (narrow_ ? head * kTile * width_ : 0); }
-
   // What is fetched while one kv head of a tile is worked on: the rows of the next head. Of rows that are read in place
   // rather a part of the next tile, as memory has it, so that a core's own prefetching helps; all heads together get
   // through it.
@@ -214,7 +210,7 @@ class Worker {
     if (tiled_) {  // bf16, two in a float
       want_rows(tile_keys_, kMostKeys * dim_ / 2, source_.dim());
     } else if (narrow_) {
-      narrow_keys_.want(kTile * dim_ / 2);
+      narrow_keys_.want(kNarrowKeys * dim_ / 2);
     } else if (!in_place_) {
       want_rows(key_rows_, kTile * apart(dim_), source_.dim());
     }
@@ -235,8 +231,8 @@ class Worker {
       packed_weights_.want(kMostKeys * kRows / 2);
       if (!Source::kValuesAreKeys) want_rows(tile_values_, kMostKeys * value_dim_ / 2, source_.value_dim());
     } else if (narrow_) {
-      narrow_values_.want(kNarrowValues * value_dim_ + kNarrowRoom);
-      narrow_weights_.want(kTile * kFewRows / 2);
+      narrow_values_.want(kNarrowKeys * value_dim_ / 2);
+      narrow_weights_.want(kNarrowKeys * kFewRows / 2);
     } else if (!in_place_ && !Source::kValuesAreKeys) {
       want_rows(value_rows_, kTile * apart(value_dim_), source_.value_dim());
     }
@@ -355,7 +351,7 @@ class Worker {
   void score_in_place(const Keys& keys, int64_t head) {
     with_rows(source_.keys(), keys, keys.key, head, key_scales_,
               [&](const auto* rows, auto grouped, Groups groups) { score_rows<grouped>(keys, head, rows, groups); });
-    if (!narrow_) apply_factors(source_.keys(), keys, head);
+    apply_factors(source_.keys(), keys, head);
   }
 
   template <bool kGrouped, class E>
@@ -364,11 +360,6 @@ class Worker {
 #if defined(__AVX512BF16__)
     if constexpr (kTiles<T> && Source::kInPlace && !kGrouped) {
       const bf16* halves = as_bf16(queries_ + head * width_ * dim_);
-      if (narrow_) {
-        FetchOnce ahead{ahead_, true};
-        find_narrow_keys(keys, key);
-        return score_narrow(tiles_.part[0], keys.count, halves, width_, scores_, ahead);
-      }
       if (paired_) return score_few_all(InHalves<E>{}, halves, dim_, key, keys.count, scores_, width_, ahead_);
     }
 #endif
@@ -392,7 +383,6 @@ class Worker {
 
   void weigh_in_place(const Keys& keys, int64_t head) {
     apply_factors(source_.values(), keys, head);
-    if (narrow_) return weigh_narrow(keys, head);
     with_rows(source_.values(), keys, keys.value, head, value_scales_,
               [&](const auto* rows, auto grouped, Groups groups) { weigh_rows<grouped>(keys, head, rows, groups); });
   }
@@ -535,65 +525,85 @@ class Worker {
     }
   }
 
-  // The same for few rows: what does not lie so is copied, or what its codes stand for.
-  template <class E>
-  void find_narrow_keys(const Keys& keys, const E* const* key) {
+  // The same for few rows.
+  void find_narrow_keys(const Keys& keys, int64_t head) {
+    const CachedRows<T>& stored = source_.keys();
     KeyTiles::Part& part = tiles_.part[0];
     part.dims = dim_;
-    const int64_t sides = (keys.count + kSide - 1) / kSide;
-    for (int64_t group = 0; group < sides; ++group) {
-      const int64_t n = group * kSide;
-      if constexpr (std::is_same_v<E, bf16>) {
-        if (runs_[group]) {
-          part.at[group] = key[n], part.row_bytes[group] = source_.keys().slot_bytes();
-          continue;
+    const int64_t groups = (keys.count + kSide - 1) / kSide;
+    if (stored.plain() && std::all_of(runs_, runs_ + groups, [](bool run) { return run; })) {
+      for (int64_t group = 0; group < groups; ++group)
+        part.at[group] = reinterpret_cast<const bf16*>(stored.row(keys.key[group * kSide], task_->first_head + head));
+      std::fill_n(part.row_bytes, groups, stored.slot_bytes());
+    } else {
+      bf16* copies = as_bf16(narrow_keys_);
+      with_rows(stored, keys, keys.key, head, key_scales_, [&](auto rows, auto, Groups) {
+        using E =
+            std::remove_const_t<std::remove_pointer_t<std::remove_const_t<std::remove_pointer_t<decltype(rows)>>>>;
+        for (int64_t n = 0; n < keys.count; ++n) {
+          for (int64_t d = 0; d < dim_; d += kPair) {
+            const BitVec halves = load_halves(rows[n] + d / kPerByte<E>);
+            std::memcpy(static_cast<void*>(copies + n * dim_ + d), &halves, sizeof halves);
+          }
         }
-      }
-      bf16* rows = as_bf16(narrow_keys_) + n * dim_;
-      for (int64_t k = 0; k < std::min(kSide, keys.count - n); ++k) {
-        for (int64_t d = 0; d < dim_; d += kPair) {
-          const BitVec halves = load_halves(key[n + k] + d / kPerByte<E>);
-          std::memcpy(static_cast<void*>(rows + k * dim_ + d), &halves, sizeof halves);
-        }
-      }
-      part.at[group] = rows, part.row_bytes[group] = dim_ * sizeof(bf16);
+      });
+      weigh_packed();  // meanwhile: a tile waits for what was stored just before
+      for (int64_t group = 0; group < groups; ++group) part.at[group] = copies + group * kSide * dim_;
+      std::fill_n(part.row_bytes, groups, dim_ * sizeof(bf16));
     }
-    if (sides % 2) part.at[sides] = part.at[sides - 1], part.row_bytes[sides] = part.row_bytes[sides - 1];
+    if (groups % 2) part.at[groups] = part.at[groups - 1], part.row_bytes[groups] = part.row_bytes[groups - 1];
   }
 
-  // Scores of all heads before any is used: what a tile has stored in short rows is not there at once for vectors.
-  // All rows of the next tile are asked for while this one is worked on.
-  void score_narrow_heads(const Keys& keys, const Keys& next) {
-    const int64_t halves = (keys.count + kDepth - 1) / kDepth;
-    ahead_.clear();
-    source_.prefetch(next, {0, next.count, task_->first_head, task_->heads}, ahead_);
-    ahead_.finish_within(task_->heads * halves * (dim_ / kDepth + kSide + value_dim_ / kDepth));
-    for (int64_t head = 0; head < task_->heads; ++head) {
-      scores_ = scores_of(head);
-      score(keys, head);
-    }
+  // Few rows of a tile and a kv head: scores. What a tile reads that vectors have just stored, or a vector of what a
+  // tile has, is not there at once. So between them others are worked on: the values of the head before are weighed,
+  // and this one's packed.
+  void start_narrow(const Keys& keys, const Keys& next, int64_t head) {
+    want_narrow(keys, next, head);
+    find_narrow_keys(keys, head);
+    score_narrow(tiles_.part[0], keys.count, as_bf16(queries_ + head * width_ * dim_), width_, scores_, next_rows_);
+    weigh_packed();
+    if (value_dim_ > 0) pack_narrow(keys, head);
+    apply_factors(source_.keys(), keys, head);
   }
 
-  void weigh_narrow(const Keys& keys, int64_t head) {
-    FetchOnce ahead{ahead_, true};
-    pack_narrow_weights(scores_, keys.count, width_, as_bf16(narrow_weights_));
-    weigh_narrow_head(as_bf16(narrow_weights_), width_, narrow_values(), place_, keys.count, value_dim_, decay_,
-                      sums_ + head * width_ * value_dim_, ahead);
+  // The next head's rows are fetched meanwhile; after the last head the next tile's.
+  void want_narrow(const Keys& keys, const Keys& next, int64_t head) {
+    const bool last = head + 1 == task_->heads;
+    const int64_t then = task_->first_head + (last ? 0 : head + 1);
+    const CachedRows<T>& values = value_dim_ > 0 ? source_.values() : source_.keys();
+    next_rows_ = {source_.keys().row(0, then), values.row(0, then), last ? next : keys,
+                  std::max(source_.keys().row_bytes(), values.row_bytes()),
+                  dim_ / kDepth + (value_dim_ > 0 ? kSide + value_dim_ / kDepth : 0)};
   }
 
-  // At a multiple of what PackedPlace counts in.
-  bf16* narrow_values() const {
-    return reinterpret_cast<bf16*>(round_up(reinterpret_cast<intptr_t>(narrow_values_.data()), PackedPlace::kApart));
-  }
-
-  // Values before their weights are made: a tile waits for what was stored just before.
   void pack_narrow(const Keys& keys, int64_t head) {
-    if (value_dim_ == 0) return;
-    FetchOnce ahead{ahead_, true};
     with_rows(source_.values(), keys, keys.value, head, value_scales_, [&](const auto* rows, auto, Groups) {
-      place_ = {rows[0], source_.values().slot_bytes(), value_dim_};
-      pack_narrow_values(rows, keys.count, value_dim_, place_, narrow_values(), ahead);
+      pack_narrow_values(rows, keys.count, value_dim_, as_bf16(narrow_values_), next_rows_);
     });
+    packed_head_ = head;
+  }
+
+  // Weights go where weigh_packed finds them.
+  void soften_narrow_head(const Keys& keys, int64_t head) {
+    const int64_t row = head * state_width();
+    const auto soften = [&](auto width, const auto& factor) {
+      soften_narrow<width>(scores_, keys.count, scales_later_ ? rule_.scale : 1.0f, kSlack, factor, peak_ + row,
+                           total_ + row, decay_, as_bf16(narrow_weights_));
+    };
+    with_narrow(width_, [&](auto width) {
+      if (!source_.values().has_factor()) return soften(width, [](Vec weights, int) { return weights; });
+      load_factors(source_.values(), keys, head);
+      std::fill(factors_ + keys.count, factors_ + kNarrowKeys, 0.0f);
+      soften(width, [&](Vec weights, int i) { return weights * repeat<width>(factors_ + i * kLanes / width); });
+    });
+  }
+
+  // The values of the head before, if any.
+  void weigh_packed() {
+    if (packed_head_ < 0) return;
+    weigh_narrow(as_bf16(narrow_weights_), width_, as_bf16(narrow_values_), value_dim_, decay_,
+                 sums_ + packed_head_ * width_ * value_dim_, next_rows_);
+    packed_head_ = -1;
   }
 
   // What all loops over a tile of keys take, so that the next one is fetched evenly while they go on.
@@ -713,9 +723,9 @@ class Worker {
   void start_tiled(int64_t) {}
   void look_for_runs(const Keys&) {}
   int64_t steps_of(int64_t) const { return 1; }
-  void score_narrow_heads(const Keys&, const Keys&) {}
-  void pack_narrow(const Keys&, int64_t) {}
-  void weigh_narrow(const Keys&, int64_t) {}
+  void start_narrow(const Keys&, const Keys&, int64_t) {}
+  void soften_narrow_head(const Keys&, int64_t) {}
+  void weigh_packed() {}
   void score_tiled(const Keys&, int64_t) {}
   void soften_tiled(const Keys&, int64_t) {}
   void weigh_tiled(const Keys&, int64_t) {}
@@ -806,8 +816,7 @@ class Worker {
   Floats queries_;                 // [heads, width, dim], or [heads, dim, width] with rows in lanes
   Floats sums_;                    // [heads, width, value_dim]
   Floats peak_, total_;            // [heads, max(width, kLanes)]
-  Floats decay_, all_scores_, bias_, row_;
-  float* scores_ = nullptr;  // of the kv head that is being worked on
+  Floats decay_, scores_, bias_, row_;
   Floats key_rows_, value_rows_;
   Floats key_scales_, value_scales_, factors_;  // of a tile's rows
   RowBuffer key_buffer_, value_buffer_;
@@ -815,7 +824,8 @@ class Worker {
   Floats narrow_keys_, narrow_values_, narrow_weights_;
 #if defined(__AVX512BF16__)
   KeyTiles tiles_;
-  PackedPlace place_;             // of a head's values
+  NextRows next_rows_;
+  int64_t packed_head_ = -1;      // whose values narrow_values_ holds, not weighed yet
   bool runs_[kMostKeys / kSide];  // which keys of a tile follow each other
 #endif
   int64_t after_[kRows], last_[kRows];  // what a row attends to
