@@ -186,19 +186,57 @@ void soften_narrow(const float* scores, int64_t count, float scale, float slack,
   for (int i = 0; i < W; ++i) _mm512_storeu_si512(out + i * kDepth, part[i]);
 }
 
-// All columns of rows of values as B tiles [count / 32, dims / 16]. The unpacking leaves the columns of each two tiles
-// in an order of its own, which unpair_sums undoes. Rows past count become 0.
+// A row as bfloat16.
+template <class E>
+void copy_halves(const E* row, int64_t dims, bf16* out) {
+  int64_t d = 0;
+#if defined(__AVX512VBMI__)
+  if constexpr (std::is_same_v<E, e4m3>) {
+    for (; d + 2 * kPair <= dims; d += 2 * kPair) {
+      __m512i first, second;
+      to_halves(load_codes(row + d), first, second);
+      _mm512_storeu_si512(out + d, first);
+      _mm512_storeu_si512(out + d + kPair, second);
+    }
+  }
+#endif
+  for (; d < dims; d += kPair) _mm512_storeu_si512(out + d, (__m512i)load_halves(row + d / kPerByte<E>));
+}
+
+// Two rows of values as a row each of B tiles [dims / 16]. The unpacking leaves the columns of each two tiles in an
+// order of its own, which unpair_sums undoes. The second row may be left out: then it is 0.
+template <class E>
+void pack_two(const E* a, const E* b, int64_t dims, bf16* tiles) {
+  int64_t d = 0;
+#if defined(__AVX512VBMI__)
+  if constexpr (std::is_same_v<E, e4m3>) {
+    for (; d + 2 * kPair <= dims; d += 2 * kPair, tiles += 4 * kTileNumbers) {
+      const __m512i x = load_codes(a + d), y = b ? load_codes(b + d) : __m512i{};
+      __m512i pairs[4];
+      to_halves(_mm512_maskz_unpacklo_epi8(~0ull, x, y), pairs[0], pairs[1]);
+      to_halves(_mm512_maskz_unpackhi_epi8(~0ull, x, y), pairs[2], pairs[3]);
+      for (int i = 0; i < 4; ++i) _mm512_storeu_si512(tiles + i * kTileNumbers, pairs[i]);
+    }
+  }
+#endif
+#pragma GCC unroll 4
+  for (; d < dims; d += kPair, tiles += 2 * kTileNumbers) {
+    const __m512i x = (__m512i)load_halves(a + d / kPerByte<E>);
+    const __m512i y = b ? (__m512i)load_halves(b + d / kPerByte<E>) : __m512i{};
+    _mm512_storeu_si512(tiles, _mm512_maskz_unpacklo_epi16(~0u, x, y));
+    _mm512_storeu_si512(tiles + kTileNumbers, _mm512_maskz_unpackhi_epi16(~0u, x, y));
+  }
+}
+
+// Rows of values, kNarrowKeys of them, as B tiles [dims / 16]. Those past count become 0.
 template <class E, class Ahead>
 void pack_narrow_values(const E* const* rows, int64_t count, int64_t dims, bf16* out, Ahead& ahead) {
-  for (int64_t n = 0; n < round_up(count, kDepth); n += 2) {
+  for (int64_t n = 0; n < kNarrowKeys; n += 2, out += kDepth) {
     ahead.step();
-    bf16* tiles = out + n * kSide;
-#pragma GCC unroll 4
-    for (int64_t d = 0; d < dims; d += kDepth, tiles += 2 * kTileNumbers) {
-      const __m512i x = n < count ? (__m512i)load_halves(rows[n] + d / kPerByte<E>) : __m512i{};
-      const __m512i y = n + 1 < count ? (__m512i)load_halves(rows[n + 1] + d / kPerByte<E>) : __m512i{};
-      _mm512_storeu_si512(tiles, _mm512_maskz_unpacklo_epi16(~0u, x, y));
-      _mm512_storeu_si512(tiles + kTileNumbers, _mm512_maskz_unpackhi_epi16(~0u, x, y));
+    if (n < count) {
+      pack_two(rows[n], n + 1 < count ? rows[n + 1] : nullptr, dims, out);
+    } else {
+      for (int64_t d = 0; d < dims; d += kSide) _mm512_storeu_si512(out + d * kDepth, __m512i{});
     }
   }
 }

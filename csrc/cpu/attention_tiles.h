@@ -97,9 +97,10 @@ void score_head(const KeyTiles& keys, int first, int last, int64_t count, const 
 
 // C tiles of columns, from dim d on, of rows of values: as B tiles [count / 32, C]. The unpacking leaves the columns of
 // each two tiles in an order of its own, which unpack_sums undoes. Rows past count become 0.
-template <int C>
-void pack_values(const bf16* const* rows, int64_t d, int64_t count, bf16* out) {
+template <int C, class Ahead>
+void pack_values(const bf16* const* rows, int64_t d, int64_t count, bf16* out, Ahead& ahead) {
   for (int64_t n = 0; n < round_up(count, kDepth); n += 2) {
+    if (C == 4 && n % kDepth == 0 && has_tiles()) ahead.step();  // of one strip, which is soon done
     const __mmask32 has_a = n < count ? ~0u : 0, has_b = n + 1 < count ? ~0u : 0;
     const bf16 *a = rows[n] + d, *b = rows[n + 1] + d;
     bf16* tiles = out + n / kDepth * C * kTileNumbers + n % kDepth * kSide;
@@ -239,11 +240,11 @@ void weigh_head(const bf16* weights, int64_t width, const bf16* const* rows, int
   const auto weigh_one = has_tiles() ? weigh_in_tiles<1, 2, Ahead> : weigh_in_vectors<1, 2, Ahead>;
   int64_t d = 0;
   for (; width == kSide && d + 2 * kDepth <= dims; d += 2 * kDepth) {
-    pack_values<4>(rows, d, count, packed);
+    pack_values<4>(rows, d, count, packed, ahead);
     weigh_wide(weights, packed, count, dims, sums + d * kSide, ahead);
   }
   for (; d < dims; d += kDepth) {
-    pack_values<2>(rows, d, count, packed);
+    pack_values<2>(rows, d, count, packed, ahead);
     const auto at = [&](int64_t row) { return sums + row * dims + d * kSide; };
     int64_t row = 0;
     for (; row + 2 * kSide <= width; row += 2 * kSide)

@@ -93,7 +93,9 @@ class Worker {
         soften_tiled(keys, head);
         return weigh_tiled(keys, head);
       }
-      if (narrow_ && value_dim_ > 0) return soften_narrow_head(keys, head);
+      if constexpr (kNarrowed) {
+        if (narrow_ && value_dim_ > 0) return soften_narrow_head(keys, head);
+      }
       strips([&](float* scores, int64_t width, int64_t first) {
         const int64_t row = head * state_width() + first;
         soften(scores, keys.count, width, scales_later_ ? rule_.scale : 1.0f, tiled_ || narrow_ ? kSlack : 0.0f,
@@ -143,22 +145,22 @@ class Worker {
       const Keys &keys = found[turn], &next = found[turn ^ 1];
       locate(begin + tile, tile, found[turn ^ 1]);
       if (keys.count == 0) continue;
-      look_for_runs(keys);
+      if (tiled_ || narrow_) look_for_runs(keys);
       const int64_t steps = tiled_ ? steps_of(keys.count) : narrow_ ? 0 : steps_in_vectors(keys.count);
       for (int64_t head = 0; head < task.heads; ++head) {
         if (narrow_) {
-          start_narrow(keys, next, head);
+          if constexpr (kNarrowed) start_narrow(keys, next, head);
         } else {
           ahead_.clear();
           want_next(keys, next, head, begin == task.begin);
-          if (steps > 0) ahead_.finish_within(steps);
+          if (steps > 0) ahead_.finish_within(steps, tiled_ && has_tiles() && width_ == kSide ? 4 : 1);
           score(keys, head);
         }
         adjust(keys, head);
         function(keys, head);
       }
     }
-    if (narrow_) weigh_packed();
+    if constexpr (kNarrowed) weigh_packed();
   }
 
   // The scores of the last tile, in strips: function(scores [keys, width], width, first), whose columns are the rows
@@ -189,6 +191,8 @@ class Worker {
   }
 
  private:
+  static constexpr bool kNarrowed = kTiles<T> && Source::kInPlace;  // where there may be few rows in tiles
+
   // What is fetched while one kv head of a tile is worked on: the rows of the next head. Of rows that are read in place
   // rather a part of the next tile, as memory has it, so that a core's own prefetching helps; all heads together get
   // through it.
@@ -483,7 +487,7 @@ class Worker {
   }
 
   void look_for_runs(const Keys& keys) {
-    for (int64_t n = 0; (tiled_ || narrow_) && n < keys.count; n += kSide) runs_[n / kSide] = keys.follow(n, kSide);
+    for (int64_t n = 0; n < keys.count; n += kSide) runs_[n / kSide] = keys.follow(n, kSide);
   }
 
   // Where keys lie, 16 at a time: in their cache if they follow each other there, else copies, or what codes stand for.
@@ -537,17 +541,9 @@ class Worker {
       std::fill_n(part.row_bytes, groups, stored.slot_bytes());
     } else {
       bf16* copies = as_bf16(narrow_keys_);
-      with_rows(stored, keys, keys.key, head, key_scales_, [&](auto rows, auto, Groups) {
-        using E =
-            std::remove_const_t<std::remove_pointer_t<std::remove_const_t<std::remove_pointer_t<decltype(rows)>>>>;
-        for (int64_t n = 0; n < keys.count; ++n) {
-          for (int64_t d = 0; d < dim_; d += kPair) {
-            const BitVec halves = load_halves(rows[n] + d / kPerByte<E>);
-            std::memcpy(static_cast<void*>(copies + n * dim_ + d), &halves, sizeof halves);
-          }
-        }
+      with_rows(stored, keys, keys.key, head, key_scales_, [&](const auto* rows, auto, Groups) {
+        for (int64_t n = 0; n < keys.count; ++n) copy_halves(rows[n], dim_, copies + n * dim_);
       });
-      weigh_packed();  // meanwhile: a tile waits for what was stored just before
       for (int64_t group = 0; group < groups; ++group) part.at[group] = copies + group * kSide * dim_;
       std::fill_n(part.row_bytes, groups, dim_ * sizeof(bf16));
     }
@@ -558,7 +554,8 @@ class Worker {
   // tile has, is not there at once. So between them others are worked on: the values of the head before are weighed,
   // and this one's packed.
   void start_narrow(const Keys& keys, const Keys& next, int64_t head) {
-    want_narrow(keys, next, head);
+    const bool last = head + 1 == task_->heads;
+    last ? want_narrow(next, 0) : want_narrow(keys, head + 1);
     find_narrow_keys(keys, head);
     score_narrow(tiles_.part[0], keys.count, as_bf16(queries_ + head * width_ * dim_), width_, scores_, next_rows_);
     weigh_packed();
@@ -566,12 +563,11 @@ class Worker {
     apply_factors(source_.keys(), keys, head);
   }
 
-  // The next head's rows are fetched meanwhile; after the last head the next tile's.
-  void want_narrow(const Keys& keys, const Keys& next, int64_t head) {
-    const bool last = head + 1 == task_->heads;
-    const int64_t then = task_->first_head + (last ? 0 : head + 1);
+  // The rows of the next head are fetched meanwhile.
+  void want_narrow(const Keys& keys, int64_t head) {
+    head += task_->first_head;
     const CachedRows<T>& values = value_dim_ > 0 ? source_.values() : source_.keys();
-    next_rows_ = {source_.keys().row(0, then), values.row(0, then), last ? next : keys,
+    next_rows_ = {source_.keys().row(0, head), values.row(0, head), keys,
                   std::max(source_.keys().row_bytes(), values.row_bytes()),
                   dim_ / kDepth + (value_dim_ > 0 ? kSide + value_dim_ / kDepth : 0)};
   }
@@ -611,8 +607,9 @@ class Worker {
     const int64_t groups = (count + kSide - 1) / kSide, pairs = std::max<int64_t>(1, width_ / kSide / 2);
     const int64_t blocks = width_ == kSide ? (groups + 3) / 4 : pairs * ((groups + 1) / 2);
     const int64_t columns = width_ == kSide ? value_dim_ / kDepth / 2 : pairs * value_dim_ / kDepth;
-    return (blocks * dim_ / kDepth + columns * ((count + kDepth - 1) / kDepth)) *
-           (has_tiles() || width_ > kSide ? 1 : 4);
+    const int64_t depths = (count + kDepth - 1) / kDepth, steps = blocks * dim_ / kDepth + columns * depths;
+    if (width_ > kSide) return steps;
+    return has_tiles() ? steps + columns * depths : 4 * steps;
   }
 
   void score_tiled(const Keys& keys, int64_t head) {

@@ -244,6 +244,23 @@ struct E4M3Bytes {
 };
 inline constexpr E4M3Bytes kE4M3Bytes;
 
+// 64 codes as bfloat16: both bytes of each are looked up by its magnitude. Of each 16 the first 8 go to `first`.
+inline void to_halves(__m512i codes, __m512i& first, __m512i& second) {
+  const auto find = [&](const uint8_t* bytes) {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), codes, _mm512_load_si512(bytes + 64));
+  };
+  const __m512i low = find(kE4M3Bytes.low), signs = _mm512_set1_epi8(static_cast<char>(0x80));
+  const __m512i high = _mm512_ternarylogic_epi32(find(kE4M3Bytes.high), codes, signs, 0xf8);
+  first = _mm512_maskz_unpacklo_epi8(~0ull, low, high);
+  second = _mm512_maskz_unpackhi_epi8(~0ull, low, high);
+}
+
+// 64 codes so that to_halves keeps their order.
+inline __m512i load_codes(const e4m3* from) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  return _mm512_maskz_permutexvar_epi64(0xff, order, _mm512_loadu_si512(from));
+}
+
 // kPair codes as bfloat16: both bytes of each are looked up by its magnitude.
 inline BitVec load_halves(const e4m3* from) {
   alignas(64) static constexpr uint8_t kTwice[64] = {0,  0,  1,  1,  2,  2,  3,  3,  4,  4,  5,  5,  6,  6,  7,  7,

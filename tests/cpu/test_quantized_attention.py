@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -100,14 +101,14 @@ def check_every_code(kv_format: str, *, also_nan: bool) -> None:
     scales = torch.full(split.scales_shape(fmt, "value", (1, 1, dim)), 0.75)
     own = {"v_scale_cache": scales[None]} if fmt.granularity == "token_head" else {"v_scale": scales}
     want = split.decode(codes, own.get("v_scale_cache", scales), fmt, "value")
-    for heads in (1, 4, 32):  # in place, and as rows of floats
+    for dtype, heads in product((torch.float32, torch.bfloat16), (1, 4, 32)):  # in place, and as rows of numbers
         args = dict(
-            q=torch.ones(1, heads, dim), key_cache=torch.zeros(1, 1, 1, dim), value_cache=codes,
-            block_table=torch.tensor([[0]]), seq_lens=torch.tensor([1]).int(), cu_seqlens_q=torch.tensor([0, 1]).int(),
-            max_seqlen_q=1, softmax_scale=1.0, kv_format=f"auto/{kv_format}",
+            q=torch.ones(1, heads, dim, dtype=dtype), key_cache=torch.zeros(1, 1, 1, dim, dtype=dtype),
+            value_cache=codes, block_table=torch.tensor([[0]]), seq_lens=torch.tensor([1]).int(),
+            cu_seqlens_q=torch.tensor([0, 1]).int(), max_seqlen_q=1, softmax_scale=1.0, kv_format=f"auto/{kv_format}",
         )  # fmt: skip
-        out = kernel("paged_attention", args | own)["output 0"]
-        torch.testing.assert_close(out, want[0].expand_as(out), rtol=0, atol=0, equal_nan=True, msg=f"{fmt} {heads}")
+        out, message = kernel("paged_attention", args | own)["output 0"], f"{fmt} {dtype} {heads}"
+        torch.testing.assert_close(out, want[0].to(dtype).expand_as(out), rtol=0, atol=0, equal_nan=True, msg=message)
 
 
 def check_this_isa(wanted: str) -> None:
