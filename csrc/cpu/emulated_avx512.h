@@ -25,6 +25,7 @@
 #endif
 #undef _mm512_setr_ps  // there it is a macro
 #undef _mm512_setr_epi32
+#undef _mm512_setr_epi64
 
 namespace kvbackend::KVBACKEND_ISA {
 
@@ -103,6 +104,11 @@ inline __m512 _mm512_maskz_loadu_ps(__mmask16 mask, const void* from) {
   return some_of<__m512, float>(mask, [&](int64_t i) { return static_cast<const float*>(from)[i]; });
 }
 
+inline __m512 _mm512_mask_loadu_ps(__m512 other, __mmask16 mask, const void* from) {
+  return vector_of<__m512, float>(
+      [&](int64_t i) { return has(mask, i) ? static_cast<const float*>(from)[i] : lane<float>(other, i); });
+}
+
 inline __m512i _mm512_maskz_loadu_epi16(__mmask32 mask, const void* from) {
   return some_of<__m512i, int16_t>(mask, [&](int64_t i) { return static_cast<const int16_t*>(from)[i]; });
 }
@@ -127,6 +133,10 @@ inline __m512 _mm512_setzero_ps() { return __m512{}; }
 
 inline __m512 _mm512_set1_ps(float value) {
   return vector_of<__m512, float>([&](int64_t) { return value; });
+}
+
+inline __m512i _mm512_set1_epi8(int8_t value) {
+  return vector_of<__m512i, int8_t>([&](int64_t) { return value; });
 }
 
 inline __m512i _mm512_set1_epi16(int16_t value) {
@@ -162,6 +172,12 @@ __m512 _mm512_setr_ps(Number... number) {
 template <class... Number>
 __m512i _mm512_setr_epi32(Number... number) {
   const int32_t lanes[16] = {static_cast<int32_t>(number)...};
+  return read_as<__m512i>(lanes);
+}
+
+template <class... Number>
+__m512i _mm512_setr_epi64(Number... number) {
+  const int64_t lanes[8] = {static_cast<int64_t>(number)...};
   return read_as<__m512i>(lanes);
 }
 
@@ -305,8 +321,8 @@ inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int predicate) {
 template <class V, class T>
 V permuted(uint64_t mask, __m512i order, const V& from) {
   using Index = std::conditional_t<sizeof(T) == 1, uint8_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>;
-  constexpr int64_t kCount = sizeof(V) / sizeof(T);
-  return some_of<V, T>(mask, [&](int64_t i) { return lane<T>(from, lane<Index>(order, i) % kCount); });
+  constexpr int64_t kCount = sizeof(V) / sizeof(T), kIndices = sizeof(T) / sizeof(Index);  // the lower half of 64 bits
+  return some_of<V, T>(mask, [&](int64_t i) { return lane<T>(from, lane<Index>(order, i * kIndices) % kCount); });
 }
 
 inline __m512 _mm512_maskz_permutexvar_ps(__mmask16 mask, __m512i order, __m512 from) {
@@ -319,6 +335,10 @@ inline __m512i _mm512_maskz_permutexvar_epi8(__mmask64 mask, __m512i order, __m5
 
 inline __m512i _mm512_maskz_permutexvar_epi16(__mmask32 mask, __m512i order, __m512i from) {
   return permuted<__m512i, uint16_t>(mask, order, from);
+}
+
+inline __m512i _mm512_maskz_permutexvar_epi64(__mmask8 mask, __m512i order, __m512i from) {
+  return permuted<__m512i, uint64_t>(mask, order, from);
 }
 
 inline __m512i _mm512_mask_permutexvar_epi16(__m512i other, __mmask32 mask, __m512i order, __m512i from) {
@@ -338,6 +358,10 @@ inline __m512i _mm512_maskz_permutex2var_epi16(__mmask32 mask, __m512i a, __m512
   return some_of<__m512i, uint16_t>(mask, [&](int64_t i) { return from_either(a, lane<uint16_t>(order, i), b); });
 }
 
+inline __m512i _mm512_permutex2var_epi8(__m512i a, __m512i order, __m512i b) {
+  return vector_of<__m512i, uint8_t>([&](int64_t i) { return from_either(a, lane<uint8_t>(order, i), b); });
+}
+
 inline __m512i _mm512_mask2_permutex2var_epi8(__m512i a, __m512i order, __mmask64 mask, __m512i b) {
   return vector_of<__m512i, uint8_t>([&](int64_t i) {
     const uint8_t index = lane<uint8_t>(order, i);
@@ -345,19 +369,48 @@ inline __m512i _mm512_mask2_permutex2var_epi8(__m512i a, __m512i order, __mmask6
   });
 }
 
-// Within each 128 bits, lanes of both by turns, from `first` on.
-inline __m512i by_turns(uint64_t mask, __m512i a, __m512i b, int64_t first) {
-  return some_of<__m512i, uint16_t>(
-      mask, [&](int64_t i) { return lane<uint16_t>(i % 2 ? b : a, i / 8 * 8 + first + i % 8 / 2); });
+// Within each 128 bits, lanes of both by turns: of the lower or the upper half.
+template <class T>
+__m512i by_turns(uint64_t mask, __m512i a, __m512i b, bool upper) {
+  constexpr int64_t kCount = 16 / sizeof(T);  // of 128 bits
+  return some_of<__m512i, T>(mask, [&](int64_t i) {
+    return lane<T>(i % 2 ? b : a, i / kCount * kCount + upper * kCount / 2 + i % kCount / 2);
+  });
 }
 
-inline __m512i _mm512_maskz_unpacklo_epi16(__mmask32 mask, __m512i a, __m512i b) { return by_turns(mask, a, b, 0); }
-inline __m512i _mm512_maskz_unpackhi_epi16(__mmask32 mask, __m512i a, __m512i b) { return by_turns(mask, a, b, 4); }
+inline __m512i _mm512_maskz_unpacklo_epi8(__mmask64 mask, __m512i a, __m512i b) {
+  return by_turns<uint8_t>(mask, a, b, false);
+}
+inline __m512i _mm512_maskz_unpackhi_epi8(__mmask64 mask, __m512i a, __m512i b) {
+  return by_turns<uint8_t>(mask, a, b, true);
+}
+inline __m512i _mm512_maskz_unpacklo_epi16(__mmask32 mask, __m512i a, __m512i b) {
+  return by_turns<uint16_t>(mask, a, b, false);
+}
+inline __m512i _mm512_maskz_unpackhi_epi16(__mmask32 mask, __m512i a, __m512i b) {
+  return by_turns<uint16_t>(mask, a, b, true);
+}
+inline __m512i _mm512_maskz_unpacklo_epi64(__mmask8 mask, __m512i a, __m512i b) {
+  return by_turns<uint64_t>(mask, a, b, false);
+}
+inline __m512i _mm512_maskz_unpackhi_epi64(__mmask8 mask, __m512i a, __m512i b) {
+  return by_turns<uint64_t>(mask, a, b, true);
+}
 
 // 128 bits at a time: two of a's, then two of b's.
 inline __m512 _mm512_maskz_shuffle_f32x4(__mmask16 mask, __m512 a, __m512 b, int order) {
   return some_of<__m512, float>(
       mask, [&](int64_t i) { return lane<float>(i < 8 ? a : b, (order >> i / 4 * 2 & 3) * 4 + i % 4); });
+}
+
+inline __m512i _mm512_maskz_shuffle_i32x4(__mmask16 mask, __m512i a, __m512i b, int order) {
+  return (__m512i)_mm512_maskz_shuffle_f32x4(mask, (__m512)a, (__m512)b, order);
+}
+
+// Within each 128 bits, four lanes in any order.
+inline __m512 _mm512_maskz_permute_ps(__mmask16 mask, __m512 from, int order) {
+  return some_of<__m512, float>(mask,
+                                [&](int64_t i) { return lane<float>(from, i / 4 * 4 + (order >> i % 4 * 2 & 3)); });
 }
 
 inline __m512 _mm512_maskz_compress_ps(__mmask16 mask, __m512 from) { return compressed<__m512, float>(mask, from); }
