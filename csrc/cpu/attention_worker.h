@@ -88,13 +88,14 @@ class Worker {
     start_sums();
     // Not where sums alone are wanted: who divides by them makes the scores again, and they shall be the same.
     scales_later_ = unscaled() && value_dim_ > 0 && rule_.scale > 0 && rule_.softcap == 0;
+    weighs_ = value_dim_ > 0;
     walk([&](const Keys& keys, int64_t head) {
       if (tiled_ && value_dim_ > 0) {
         soften_tiled(keys, head);
         return weigh_tiled(keys, head);
       }
       if constexpr (kNarrowed) {
-        if (narrow_ && value_dim_ > 0) return soften_narrow_head(keys, head);
+        if (narrow_ && weighs_) return soften_narrow_head(keys, head);
       }
       strips([&](float* scores, int64_t width, int64_t first) {
         const int64_t row = head * state_width() + first;
@@ -103,6 +104,7 @@ class Worker {
       });
       weigh(keys, head);
     });
+    weighs_ = false;
     if (std::count(peak_.data(), peak_ + task.heads * state_width(), kInfinity)) total_infinite();
     for (int64_t head = 0; head < task.heads; ++head) finish_head(head, finish);
   }
@@ -559,17 +561,17 @@ class Worker {
     find_narrow_keys(keys, head);
     score_narrow(tiles_.part[0], keys.count, as_bf16(queries_ + head * width_ * dim_), width_, scores_, next_rows_);
     weigh_packed();
-    if (value_dim_ > 0) pack_narrow(keys, head);
+    if (weighs_) pack_narrow(keys, head);
     apply_factors(source_.keys(), keys, head);
   }
 
   // The rows of the next head are fetched meanwhile.
   void want_narrow(const Keys& keys, int64_t head) {
     head += task_->first_head;
-    const CachedRows<T>& values = value_dim_ > 0 ? source_.values() : source_.keys();
+    const CachedRows<T>& values = weighs_ ? source_.values() : source_.keys();
     next_rows_ = {source_.keys().row(0, head), values.row(0, head), keys,
                   std::max(source_.keys().row_bytes(), values.row_bytes()),
-                  dim_ / kDepth + (value_dim_ > 0 ? kSide + value_dim_ / kDepth : 0)};
+                  dim_ / kDepth + (weighs_ ? kSide + value_dim_ / kDepth : 0)};
   }
 
   void pack_narrow(const Keys& keys, int64_t head) {
@@ -835,6 +837,7 @@ class Worker {
   bool in_place_ = false, tiled_ = false, rows_in_lanes_ = false;
   bool paired_ = false;        // in place, in products of bfloat16
   bool narrow_ = false;        // and those in tiles
+  bool weighs_ = false;        // values are added up, not scores alone made
   bool scales_later_ = false;  // scores are multiplied with the scale as they become weights
 };
 

@@ -132,6 +132,20 @@ def test_a_sink_beside_an_infinite_logit(sink: float) -> None:
     assert after.isnan().nonzero().tolist() == [[0, 1, 1284]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [2, 4, 8, 16, 40])
+def test_an_infinite_logit_leaves_other_heads_alone(dtype: torch.dtype, heads: int) -> None:
+    args = call("paged_attention", [1, 3], [1300, 9], dtype, heads=heads)
+    clean = outcome("paged_attention", adapter("paged_attention").run, args)
+    args["key_bias"] = torch.zeros(args["key_cache"].shape[:3])
+    args["key_bias"][args["block_table"][0, 80].item(), 4, 1] = torch.inf  # token 1284, kv head 1
+    got = outcome("paged_attention", adapter("paged_attention").run, args)
+    assert (got["output 1"][0, heads // 2 :] == torch.inf).all()
+    for result in ("output 0", "output 1"):
+        assert torch.equal(got[result][:, : heads // 2], clean[result][:, : heads // 2]), result
+        assert torch.equal(got[result][1:], clean[result][1:]), result
+
+
 @pytest.mark.parametrize("sink", [None, 0.0])
 def test_a_bias_of_minus_infinity_hides_keys(sink: float | None) -> None:
     """Also all that a query sees: its output and its scores are 0 then, and its lse is -inf."""
