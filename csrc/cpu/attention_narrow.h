@@ -136,9 +136,7 @@ Vec repeat(const float* numbers) {
 template <int W, class Factor>
 void soften_narrow(const float* scores, int64_t count, float scale, float slack, const Factor& factor, float* peak,
                    float* total, float* decay, bf16* out) {
-  constexpr float kLog2e = 1.44269504f;
   constexpr int kVectors = kDepth * W / kLanes;
-  const auto larger = [](Vec a, Vec b) { return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); };
   Vec x[kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kVectors; ++i) {
@@ -155,24 +153,17 @@ void soften_narrow(const float* scores, int64_t count, float scale, float slack,
   if (W <= 8) top = larger((Vec)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)top, (__m512)top, 0x4e), top);
   if (W <= 4) top = larger((Vec)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)top, (__m512)top, 0xb1), top);
   if (W <= 2) top = larger((Vec)_mm512_maskz_permute_ps(0xffff, (__m512)top, 0x4e), top);
-  const Vec before = load(peak);
-  top = scale * top;
-  top = top > before + slack ? top : before;
-  const Vec base = top > -kInfinity ? top : Vec{};  // nothing seen yet: all weights shall be 0, not NaN
-  const Vec seen = exp2_small((before - base) * kLog2e);
-  const Vec worth = before > -kInfinity ? seen : broadcast(1.0f);  // of nothing: that takes no decay
-  const float scale2 = scale * kLog2e;
-  const Vec base2 = base * kLog2e;
-  Vec sum = load(total) * worth;
+  const Softening soft(top, load(peak), scale, slack);
+  Vec sum = load(total) * soft.decay;
 #pragma GCC unroll 16
   for (int i = 0; i < kVectors; ++i) {
-    x[i] = exp2_small(scale2 * x[i] - base2);
+    x[i] = soft.weight(x[i]);
     sum += x[i];
     x[i] = factor(x[i], i);
   }
-  store(peak, top);
+  store(peak, soft.peak);
   store(total, sum);
-  store(decay, worth);
+  store(decay, soft.decay);
   alignas(kLine) static constexpr RowsOfKeys<W> kRowsOfKeys;
   const __m512i order = _mm512_load_si512(kRowsOfKeys.order);
   __m512i part[W];

@@ -137,39 +137,51 @@ inline Vec exp2_small(Vec x) {
   return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);  // by 2^n
 }
 
-// soften (attention_loops.h) for a strip of scores [count, kSide]. Its weights, times the factors of their keys if
+inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); }
+
+// How scores become weights in soften (attention_loops.h): by the highest and the peak before, in powers of two.
+struct Softening {
+  Softening(Vec highest, Vec before, float scale, float slack) {
+    const Vec top = scale * highest;
+    peak = top > before + slack ? top : before;
+    const Vec base = peak > -kInfinity ? peak : Vec{};  // nothing seen yet: all weights shall be 0, not NaN
+    const Vec seen = exp2_small((before - base) * kLog2e);
+    decay = before > -kInfinity ? seen : broadcast(1.0f);  // of nothing: that takes no decay
+    scale2 = scale * kLog2e;
+    base2 = base * kLog2e;
+  }
+
+  Vec weight(Vec score) const { return exp2_small(scale2 * score - base2); }
+
+  static constexpr float kLog2e = 1.44269504f;
+  Vec peak, decay, base2;
+  float scale2;
+};
+
+// soften for a strip of scores [count, kSide]. Its weights, times the factors of their keys if
 // there are any, go as A tiles [count / 32] to `out`: rows are rows, keys are columns. Keys past count weigh 0.
 template <class Factor>
 void soften_strip(float* scores, int64_t count, float scale, float slack, const Factor& factor, float* peak,
                   float* total, float* decay, bf16* out) {
-  constexpr float kLog2e = 1.44269504f;
   const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);  // a0 b0 a1 b1 ..
   const int64_t whole = round_up(count, kDepth);
   std::fill(scores + count * kSide, scores + whole * kSide, -kInfinity);
-  const auto larger = [](Vec a, Vec b) { return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); };
   constexpr int kChains = 4;  // of comparisons that need not wait for each other
   Vec tops[kChains] = {broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity)};
   for (int64_t n = 0; n < whole; n += kChains) {
 #pragma GCC unroll 4
     for (int c = 0; c < kChains; ++c) tops[c] = larger(load(scores + (n + c) * kSide), tops[c]);
   }
-  const Vec before = load(peak);
-  Vec top = scale * larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
-  top = top > before + slack ? top : before;
-  const Vec base = top > -kInfinity ? top : Vec{};  // nothing seen yet: all weights shall be 0, not NaN
-  const Vec seen = exp2_small((before - base) * kLog2e);
-  const Vec worth = before > -kInfinity ? seen : broadcast(1.0f);  // of nothing: that takes no decay
-  const float scale2 = scale * kLog2e;
-  const Vec base2 = base * kLog2e;
-  Vec sum = load(total) * worth;
+  const Softening soft(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])), load(peak), scale, slack);
+  Vec sum = load(total) * soft.decay;
   for (int64_t n = 0; n < whole; n += kDepth) {
     Vec keys[kSide];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kSide; ++i) {
       const int64_t key = n + 2 * i;
-      const Vec a = exp2_small(scale2 * load(scores + key * kSide) - base2);
-      const Vec b = exp2_small(scale2 * load(scores + (key + 1) * kSide) - base2);
+      const Vec a = soft.weight(load(scores + key * kSide));
+      const Vec b = soft.weight(load(scores + (key + 1) * kSide));
       sum += a + b;
       keys[i] = (Vec)_mm512_maskz_permutexvar_epi16(
           ~0u, pairs, (__m512i)_mm512_cvtne2ps_pbh((__m512)factor(b, key + 1), (__m512)factor(a, key)));
@@ -177,9 +189,9 @@ void soften_strip(float* scores, int64_t count, float scale, float slack, const 
     transpose(keys);
     std::memcpy(static_cast<void*>(out + n * kSide), keys, sizeof keys);
   }
-  store(peak, top);
+  store(peak, soft.peak);
   store(total, sum);
-  store(decay, worth);
+  store(decay, soft.decay);
 }
 
 // A strip's sums, each row times its decay.
