@@ -150,7 +150,7 @@ void soften_narrow(const float* scores, int64_t count, float scale, float slack,
   for (int i = 0; i < kVectors; ++i) tops[i % kChains] = i < kChains ? x[i] : larger(x[i], tops[i % kChains]);
   for (int c = 1; c < kChains; ++c) tops[0] = larger(tops[c], tops[0]);
   Vec top = tops[0];
-  if (W <= 8) top = larger((Vec)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)top, (__m512)top, 0x4e), top);
+  top = larger((Vec)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)top, (__m512)top, 0x4e), top);
   if (W <= 4) top = larger((Vec)_mm512_maskz_shuffle_f32x4(0xffff, (__m512)top, (__m512)top, 0xb1), top);
   if (W <= 2) top = larger((Vec)_mm512_maskz_permute_ps(0xffff, (__m512)top, 0x4e), top);
   const Softening soft(top, load(peak), scale, slack);
