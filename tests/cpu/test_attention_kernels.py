@@ -157,6 +157,19 @@ def test_large_logits_survive(name: str, scale: float) -> None:
     assert agree.float().mean() > 0.95
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("heads", [2, 4, 8, 16, 40, 144])
+def test_peaks_that_grow_from_tile_to_tile(dtype: torch.dtype, heads: int) -> None:
+    """What was summed up before is worth less with each."""
+    args = call("paged_attention", [1, 3], [700, 90], dtype, heads=heads)
+    args["q"] = args["q"].abs()
+    for row, length in enumerate(args["seq_lens"].tolist()):
+        for token in range(length):
+            args["key_cache"][args["block_table"][row, token // 16].item(), token % 16] = 2 * token / length
+    out, lse = kernel("paged_attention", **args)
+    assert_close((out, lse), exact_reference("paged_attention", **args), factor=2)
+
+
 @EVERY_OP
 @EVERY_DTYPE
 def test_equal_logits_give_the_mean(name: str, dtype: torch.dtype) -> None:
