@@ -22,9 +22,9 @@ inline bool has_tiles() {
 }
 
 // What tiles measure: all 16 rows of 64 bytes, or for products with few rows 0 to 2 `width` columns of 32 bits, 3 and 4
-// all, 5 to 7 `width` rows.
+// all, 5 to 7 twice `width` rows.
 inline int64_t tile_row_bytes(int tile, int64_t width) { return tile < 3 ? 4 * width : 64; }
-inline int64_t tile_rows(int tile, int64_t width) { return tile < 5 ? kSide : width; }
+inline int64_t tile_rows(int tile, int64_t width) { return tile < 5 ? kSide : std::min(kSide, 2 * width); }
 
 #ifdef KVBACKEND_EMULATED_TILES  // ci/emulated.sh: the same loops over tiles in memory, where the CPU has none
 inline thread_local uint8_t tiles_in_memory[8][kSide][64];
@@ -111,6 +111,14 @@ void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 #endif
+
+// What multiplies tiles falls asleep when it has had nothing to do for 300 ns, and takes as long to wake up. So loops
+// over much else give it a product now and then, which nobody reads: of a tile that is cleared or loaded before use.
+inline void keep_tiles_awake() {
+#ifndef KVBACKEND_EMULATED_TILES
+  if (has_tiles()) tile_multiply<0, 3, 2>();
+#endif
+}
 
 // The same in vectors: sums[M][N], each of kSide columns, += M rows of A, `row_bytes` apart, times N tiles of B. A
 // row's place serves for some pairs: M of them do not fit in registers.

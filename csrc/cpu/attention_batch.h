@@ -95,16 +95,21 @@ inline std::vector<Sequence> read_batch(const Pages& pages, const Tensor& seq_le
 
 // The keys of a tile: those that exist, so fewer than were asked for where blocks are missing.
 struct Keys {
+  static constexpr int64_t kRun = 16;
+
   int64_t count = 0;
   int64_t lowest, highest;                                                           // position
   int64_t index[kMostKeys], block[kMostKeys], slot[kMostKeys], position[kMostKeys];  // index within the sequence
   int64_t key[kMostKeys] = {}, value[kMostKeys] = {};  // offsets of their rows, at kv head 0; the source's own
 
-  // Whether `size` keys from n on lie side by side in a block.
-  bool follow(int64_t n, int64_t size) const {
-    bool together = n + size <= count;
-    for (int64_t k = 1; together && k < size; ++k) together = block[n + k] == block[n] && slot[n + k] == slot[n] + k;
-    return together;
+  bool runs[kMostKeys / kRun];  // which keys, kRun at a time, lie side by side in a block
+
+  void look_for_runs() {
+    for (int64_t n = 0; n < count; n += kRun) {
+      bool together = n + kRun <= count;
+      for (int64_t k = 1; together && k < kRun; ++k) together = block[n + k] == block[n] && slot[n + k] == slot[n] + k;
+      runs[n / kRun] = together;
+    }
   }
 };
 

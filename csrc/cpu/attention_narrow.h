@@ -1,15 +1,23 @@
 // Attention of few rows in tiles: what attention_pairs.h does in vectors. A product takes the time of 16 keys, however
 // few rows meet them: for four rows an eighth of what vectors take.
 //
-// Scores [count, width] are tiles of `width` columns, whose A is the keys where they lie, if 16 of them follow each
-// other. Sums [width, dims] are tiles of `width` rows, whose B is values packed as they are read. Numbers: scores and
-// sums in float, weights rounded to bfloat16.
+// Keys and values are multiplied where they lie, if 16 of them follow each other. Scores [count, width] are tiles of
+// `width` columns, whose A is the keys. Sums are tiles of 2 `width` rows for each 32 dims, whose B is the values, as in
+// weigh_beside. Numbers: scores and sums in float, weights rounded to bfloat16.
 #pragma once
 
 #include "attention_pairs.h"
 #include "attention_tiles.h"
 
 namespace kvbackend::KVBACKEND_ISA {
+
+constexpr int64_t kNarrowKeys = 2 * kSide;  // attended to at once
+
+// Rows of their keys, or values, kSide at a time.
+struct NarrowRows {
+  const bf16* at[2];
+  int64_t row_bytes[2];
+};
 
 // Queries [width, dim] as B tiles, one for each kDepth dims.
 inline void pack_narrow_queries(const bf16* queries, int64_t width, int64_t dim, bf16* out) {
@@ -18,25 +26,22 @@ inline void pack_narrow_queries(const bf16* queries, int64_t width, int64_t dim,
   }
 }
 
-// Scores of `count` keys, of which groups of 16 are read, two at a time.
 template <class Ahead>
-void score_narrow(const KeyTiles::Part& keys, int64_t count, const bf16* queries, int64_t width, float* scores,
+void score_narrow(const NarrowRows& keys, int64_t dims, const bf16* queries, int64_t width, float* scores,
                   Ahead& ahead) {
   const int64_t row_bytes = width * static_cast<int64_t>(sizeof(float));
-  for (int64_t group = 0; group * kSide < count; group += 2) {
-    tile_zero<0>();
-    tile_zero<1>();
-    for (int64_t d = 0; d < keys.dims; d += kDepth) {
-      ahead.step();
-      tile_load<2>(queries + d * width, row_bytes);
-      tile_load<3>(keys.at[group] + d, keys.row_bytes[group]);
-      tile_multiply<0, 3, 2>();
-      tile_load<4>(keys.at[group + 1] + d, keys.row_bytes[group + 1]);
-      tile_multiply<1, 4, 2>();
-    }
-    tile_store<0>(scores + group * kSide * width, row_bytes);
-    tile_store<1>(scores + (group + 1) * kSide * width, row_bytes);
+  tile_zero<0>();
+  tile_zero<1>();
+  for (int64_t d = 0; d < dims; d += kDepth) {
+    tile_load<2>(queries + d * width, row_bytes);
+    tile_load<3>(keys.at[0] + d, keys.row_bytes[0]);
+    tile_multiply<0, 3, 2>();
+    tile_load<4>(keys.at[1] + d, keys.row_bytes[1]);
+    tile_multiply<1, 4, 2>();
+    ahead.step();
   }
+  tile_store<0>(scores, row_bytes);
+  tile_store<1>(scores + kSide * width, row_bytes);
 }
 
 // The rows of a kv head that come next: of its keys and values the first half and the second side by side, a line of
@@ -51,6 +56,10 @@ class NextRows {
         row_bytes_(row_bytes),
         rows_(tile.count ? kSide : 0),
         steps_(steps) {}
+
+  void finish() {
+    for (int64_t n = 0; n < steps_; ++n) step();
+  }
 
   void step() {
     for (due_ += kSide; due_ >= steps_ && row_ < rows_; due_ -= steps_, ++row_) {
@@ -69,16 +78,18 @@ class NextRows {
   int64_t steps_ = 1, due_ = 0;
 };
 
-constexpr int64_t kNarrowKeys = kDepth;  // attended to at once
-
-// Where the numbers of 32 / W keys and W rows go, so that rows are rows: bytes of a vector.
+// Where the numbers of two times 16 / W keys and W rows go, so that rows are rows, and keys pairs of both: bytes of a
+// vector.
 template <int W>
-struct RowsOfKeys {
+struct RowsOfPairs {
   uint8_t order[2 * kDepth] = {};
-  constexpr RowsOfKeys() {
+  constexpr RowsOfPairs() {
     for (int row = 0, to = 0; row < W; ++row) {
-      for (int key = 0; key < kDepth / W; ++key) {
-        for (int byte = 0; byte < 2; ++byte) order[to++] = static_cast<uint8_t>(2 * (key * W + row) + byte);
+      for (int key = 0; key < kLanes / W; ++key) {
+        for (int half = 0; half < 2; ++half) {
+          for (int byte = 0; byte < 2; ++byte)
+            order[to++] = static_cast<uint8_t>(2 * (half * kLanes + key * W + row) + byte);
+        }
       }
     }
   }
@@ -131,11 +142,19 @@ Vec repeat(const float* numbers) {
   return (Vec)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)lane, (__m512)load(numbers));
 }
 
-// soften (attention_loops.h) for up to kDepth keys, whose scores, one after the other, stay in registers. Weights,
-// times factor(weights, vector), go to `out` as an A tile: rows are rows. Keys past count weigh 0.
+// Scores of kNarrowKeys keys, each times its key's factor.
+template <int W>
+void multiply_narrow(float* scores, const float* factors) {
+  for (int64_t n = 0; n < kNarrowKeys; n += kLanes / W, scores += kLanes)
+    store(scores, load(scores) * repeat<W>(factors + n));
+}
+
+// soften (attention_loops.h) for up to kNarrowKeys keys, whose scores, one after the other, stay in registers. Weights,
+// times factor(weights, vector), go to `out` as A tiles: of kSide keys each, for even dims W rows and for odd ones W.
+// Keys past count weigh 0.
 template <int W, class Factor>
 void soften_narrow(const float* scores, int64_t count, float scale, float slack, const Factor& factor, float* peak,
-                   float* total, float* decay, bf16* out) {
+                   float* total, float* decay, float* out) {
   constexpr int kVectors = kDepth * W / kLanes;
   Vec x[kVectors];
 #pragma GCC unroll 16
@@ -164,101 +183,69 @@ void soften_narrow(const float* scores, int64_t count, float scale, float slack,
   store(peak, soft.peak);
   store(total, sum);
   store(decay, soft.decay);
-  alignas(kLine) static constexpr RowsOfKeys<W> kRowsOfKeys;
-  const __m512i order = _mm512_load_si512(kRowsOfKeys.order);
-  __m512i part[W];
+  alignas(kLine) static constexpr RowsOfPairs<W> kRowsOfPairs;
+  const __m512i order = _mm512_load_si512(kRowsOfPairs.order);
+  __m512i row[W];
 #pragma GCC unroll 8
   for (int i = 0; i < W; ++i) {
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)x[2 * i + 1], (__m512)x[2 * i]);
-    part[i] = _mm512_maskz_permutexvar_epi8(~0ull, order, halves);
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)x[W + i], (__m512)x[i]);
+    row[i] = _mm512_maskz_permutexvar_epi8(~0ull, order, halves);
   }
-  turn_parts<W>(part);
+  turn_parts<W>(row);
 #pragma GCC unroll 8
-  for (int i = 0; i < W; ++i) _mm512_storeu_si512(out + i * kDepth, part[i]);
+  for (int i = 0; i < W; ++i) store_beside((Vec)row[i], out + i * kSide, W);
 }
 
-// A row as bfloat16.
+// Rows at these offsets as bfloat16, one after the other.
 template <class E>
-void copy_halves(const E* row, int64_t dims, bf16* out) {
-  int64_t d = 0;
+void copy_halves(const char* first, const int64_t* offsets, int64_t count, int64_t dims, bf16* out) {
+  for (int64_t n = 0; n < count; ++n) {
+    const E* row = reinterpret_cast<const E*>(first + offsets[n]);
+    int64_t d = 0;
 #if defined(__AVX512VBMI__)
-  if constexpr (std::is_same_v<E, e4m3>) {
-    for (; d + 2 * kPair <= dims; d += 2 * kPair) {
-      __m512i first, second;
-      to_halves(load_codes(row + d), first, second);
-      _mm512_storeu_si512(out + d, first);
-      _mm512_storeu_si512(out + d + kPair, second);
+    if constexpr (std::is_same_v<E, e4m3> || std::is_same_v<E, int8_t>) {
+#pragma GCC unroll 2
+      for (; d + 2 * kPair <= dims; d += 2 * kPair, out += 2 * kPair) {
+        __m512i low, high;
+        to_halves<E>(load_codes(row + d), low, high);
+        _mm512_storeu_si512(out, low);
+        _mm512_storeu_si512(out + kPair, high);
+      }
     }
-  }
 #endif
-  for (; d < dims; d += kPair) _mm512_storeu_si512(out + d, (__m512i)load_halves(row + d / kPerByte<E>));
-}
-
-// Two rows of values as a row each of B tiles [dims / 16]. The unpacking leaves the columns of each two tiles in an
-// order of its own, which unpair_sums undoes. The second row may be left out: then it is 0.
-template <class E>
-void pack_two(const E* a, const E* b, int64_t dims, bf16* tiles) {
-  int64_t d = 0;
-#if defined(__AVX512VBMI__)
-  if constexpr (std::is_same_v<E, e4m3>) {
-    for (; d + 2 * kPair <= dims; d += 2 * kPair, tiles += 4 * kTileNumbers) {
-      const __m512i x = load_codes(a + d), y = b ? load_codes(b + d) : __m512i{};
-      __m512i pairs[4];
-      to_halves(_mm512_maskz_unpacklo_epi8(~0ull, x, y), pairs[0], pairs[1]);
-      to_halves(_mm512_maskz_unpackhi_epi8(~0ull, x, y), pairs[2], pairs[3]);
-      for (int i = 0; i < 4; ++i) _mm512_storeu_si512(tiles + i * kTileNumbers, pairs[i]);
-    }
-  }
-#endif
-#pragma GCC unroll 4
-  for (; d < dims; d += kPair, tiles += 2 * kTileNumbers) {
-    const __m512i x = (__m512i)load_halves(a + d / kPerByte<E>);
-    const __m512i y = b ? (__m512i)load_halves(b + d / kPerByte<E>) : __m512i{};
-    _mm512_storeu_si512(tiles, _mm512_maskz_unpacklo_epi16(~0u, x, y));
-    _mm512_storeu_si512(tiles + kTileNumbers, _mm512_maskz_unpackhi_epi16(~0u, x, y));
+    for (; d < dims; d += kPair, out += kPair) _mm512_storeu_si512(out, (__m512i)load_halves(row + d / kPerByte<E>));
   }
 }
 
-// Rows of values, kNarrowKeys of them, as B tiles [dims / 16]. Those past count become 0.
-template <class E, class Ahead>
-void pack_narrow_values(const E* const* rows, int64_t count, int64_t dims, bf16* out, Ahead& ahead) {
-  for (int64_t n = 0; n < kNarrowKeys; n += 2, out += kDepth) {
-    ahead.step();
-    if (n < count) {
-      pack_two(rows[n], n + 1 < count ? rows[n + 1] : nullptr, dims, out);
-    } else {
-      for (int64_t d = 0; d < dims; d += kSide) _mm512_storeu_si512(out + d * kDepth, __m512i{});
-    }
-  }
-}
-
-// A row of sums [width, dims], which lie as tiles side by side, in the order of its dims.
-inline void unpack_narrow_sums(const float* sums, int64_t row, int64_t width, int64_t dims, float* out) {
-  for (int64_t d = 0; d < dims; d += kSide) store(out + d, load(sums + d * width + row * kSide));
-  unpair_sums(out, dims, out);
-}
-
-// sums [width, dims] = decay * sums + packed weights * packed values.
+// sums [dims / 32, 2 width, 16] = decay * sums + weights * values, of which there are `groups`.
 template <class Ahead>
-void weigh_narrow(const bf16* weights, int64_t width, const bf16* values, int64_t dims, const float* decay, float* sums,
-                  Ahead& ahead) {
+void weigh_narrow(const float* weights, int64_t width, const NarrowRows& values, int64_t groups, int64_t dims,
+                  const float* decay, float* sums, Ahead& ahead) {
+  const int64_t tile = 2 * width * kSide;
   for (int64_t row = 0; row < width; ++row) {
-    float* own = sums + row * kSide;
-    for (int64_t d = 0; decay[row] != 1.0f && d < dims; d += kSide)
-      store(own + d * width, decay[row] * load(own + d * width));
+    if (decay[row] == 1.0f) continue;
+    for (float* even = sums + row * kSide; even < sums + dims * width; even += tile) {
+      float* odd = even + width * kSide;
+      store(even, decay[row] * load(even));
+      store(odd, decay[row] * load(odd));
+    }
   }
-  for (int64_t d = 0; d < dims; d += kDepth) {
-    ahead.step();
-    float *low = sums + d * width, *high = low + kSide * width;
-    tile_load<6>(low, 64);
-    tile_load<7>(high, 64);
-    tile_load<5>(weights, 64);
-    tile_load<3>(values + d * kDepth, 64);
-    tile_multiply<6, 5, 3>();
-    tile_load<4>(values + (d + kSide) * kDepth, 64);
-    tile_multiply<7, 5, 4>();
-    tile_store<6>(low, 64);
-    tile_store<7>(high, 64);
+  for (int64_t d = 0; d < dims; d += 2 * kDepth, sums += 2 * tile) {
+    const bool two = d + kDepth < dims;
+    tile_load<6>(sums, 64);
+    if (two) tile_load<7>(sums + tile, 64);
+    for (int64_t group = 0; group < groups; ++group) {
+      tile_load<5>(weights + group * tile, 64);
+      tile_load<3>(values.at[group] + d, values.row_bytes[group]);
+      tile_multiply<6, 5, 3>();
+      if (two) {
+        tile_load<4>(values.at[group] + d + kDepth, values.row_bytes[group]);
+        tile_multiply<7, 5, 4>();
+      }
+      ahead.step();
+    }
+    tile_store<6>(sums, 64);
+    if (two) tile_store<7>(sums + tile, 64);
   }
 }
 

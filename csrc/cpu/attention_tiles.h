@@ -4,7 +4,12 @@
 // values add up to are tiles side by side: rows a power of two apart would share a few sets of the L1 cache.
 //
 // Keys are the rows of A where they lie, if 16 of them follow each other; queries are packed once. Values are packed
-// as they are read. Numbers: scores and sums in float, weights rounded to bfloat16.
+// as they are read. For a single strip that is too much work: its values are the rows of B where they lie. B wants two
+// keys side by side, where a value has two dims. So A has the weights of 16 keys, beside each a 0: with the 0 second
+// the products are even dims, with the 0 first odd ones, and each has its tiles. A value that is not finite makes its
+// neighbour's sum NaN, as 0 times it is: who finds such a sum makes all again in another way.
+//
+// Numbers: scores and sums in float, weights rounded to bfloat16.
 #pragma once
 
 #include "amx.h"
@@ -158,9 +163,19 @@ struct Softening {
   float scale2;
 };
 
+// A row of weights of two times kSide keys, in pairs of both, as a row of A tiles for weigh_beside.
+inline void store_beside(Vec pairs, float* out, int64_t rows) {
+  const BitVec both = (BitVec)pairs;
+  store(out, (Vec)(both & 0xffff));
+  store(out + rows * kSide, (Vec)(both << 16));
+  store(out + 2 * rows * kSide, (Vec)(both >> 16));
+  store(out + 3 * rows * kSide, (Vec)(both & 0xffff0000));
+}
+
 // soften for a strip of scores [count, kSide]. Its weights, times the factors of their keys if
-// there are any, go as A tiles [count / 32] to `out`: rows are rows, keys are columns. Keys past count weigh 0.
-template <class Factor>
+// there are any, go as A tiles to `out`, for weigh_beside, or else [count / 32]: rows are rows, keys are columns. Keys
+// past count weigh 0.
+template <bool kBeside, class Factor>
 void soften_strip(float* scores, int64_t count, float scale, float slack, const Factor& factor, float* peak,
                   float* total, float* decay, bf16* out) {
   const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
@@ -179,15 +194,20 @@ void soften_strip(float* scores, int64_t count, float scale, float slack, const 
     Vec keys[kSide];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kSide; ++i) {
-      const int64_t key = n + 2 * i;
+      const int64_t key = kBeside ? n + i : n + 2 * i, other = kBeside ? key + kSide : key + 1;
       const Vec a = soft.weight(load(scores + key * kSide));
-      const Vec b = soft.weight(load(scores + (key + 1) * kSide));
+      const Vec b = soft.weight(load(scores + other * kSide));
       sum += a + b;
       keys[i] = (Vec)_mm512_maskz_permutexvar_epi16(
-          ~0u, pairs, (__m512i)_mm512_cvtne2ps_pbh((__m512)factor(b, key + 1), (__m512)factor(a, key)));
+          ~0u, pairs, (__m512i)_mm512_cvtne2ps_pbh((__m512)factor(b, other), (__m512)factor(a, key)));
     }
     transpose(keys);
-    std::memcpy(static_cast<void*>(out + n * kSide), keys, sizeof keys);
+    if constexpr (kBeside) {
+      float* tiles = reinterpret_cast<float*>(out + 2 * n * kDepth);
+      for (int64_t row = 0; row < kSide; ++row) store_beside(keys[row], tiles + row * kSide, kSide);
+    } else {
+      std::memcpy(static_cast<void*>(out + n * kSide), keys, sizeof keys);
+    }
   }
   store(peak, soft.peak);
   store(total, sum);
@@ -238,6 +258,44 @@ void weigh_in_tiles(const bf16* weights, const bf16* values, int64_t count, int6
     });
   }
   each<R>([&](auto r) { each<C>([&](auto c) { tile_store<r * C + c>(sum(r, c), 64); }); });
+}
+
+// sums += weights * values of a strip, values where they lie.
+template <class Ahead>
+void weigh_beside(const bf16* weights, const KeyTiles::Part& values, int64_t groups, int64_t dims, float* sums,
+                  Ahead& ahead) {
+  for (int64_t d = 0; d < dims; d += 2 * kDepth) {
+    const bool two = d + kDepth < dims;
+    const auto sum = [&](int64_t c) { return sums + (d + c * kSide) * kSide; };
+    tile_stream<0>(sum(0), 64);
+    tile_stream<1>(sum(1), 64);
+    if (two) tile_stream<2>(sum(2), 64), tile_stream<3>(sum(3), 64);
+    for (int64_t group = 0; group < groups; ++group) {
+      ahead.step();
+      tile_stream<4>(weights + group * 2 * kTileNumbers, 64);
+      tile_stream<5>(weights + (group * 2 + 1) * kTileNumbers, 64);
+      tile_load<6>(values.at[group] + d, values.row_bytes[group]);
+      tile_multiply<0, 4, 6>();
+      tile_multiply<1, 5, 6>();
+      if (!two) continue;
+      tile_load<7>(values.at[group] + d + kDepth, values.row_bytes[group]);
+      tile_multiply<2, 4, 7>();
+      tile_multiply<3, 5, 7>();
+    }
+    tile_store<0>(sum(0), 64);
+    tile_store<1>(sum(1), 64);
+    if (two) tile_store<2>(sum(2), 64), tile_store<3>(sum(3), 64);
+  }
+}
+
+// A row of `rows` in the order of its dims, from sums for each 32 of them: even, then odd ones.
+inline void unpack_beside(const float* sums, int64_t rows, int64_t dims, float* out) {
+  for (int64_t d = 0; d < dims; d += kDepth, sums += 2 * rows * kSide) {
+    Vec even = load(sums), odd = load(sums + rows * kSide);
+    join_pair(even, odd, std::make_integer_sequence<int, kLanes>{});
+    store(out + d, even);
+    store(out + d + kSide, odd);
+  }
 }
 
 constexpr int64_t kPackedValues = 4 * kMostKeys * kSide;  // numbers: what weigh_head packs at once

@@ -49,6 +49,15 @@ inline int64_t l2_bytes() {
   return bytes > 0 ? bytes : 512 << 10;
 }
 
+// Of whole vectors.
+inline bool all_finite(const float* numbers, int64_t size) {
+  Vec zeros{};
+  for (int64_t i = 0; i < size; i += kLanes) zeros += 0.0f * load(numbers + i);
+  bool finite = true;
+  for (int i = 0; i < kLanes; ++i) finite &= zeros[i] == 0;
+  return finite;
+}
+
 #if defined(__AVX512BF16__)
 template <class T>
 constexpr bool kTiles = std::is_same_v<T, bf16>;
@@ -57,7 +66,7 @@ template <class T>
 constexpr bool kTiles = false;
 constexpr int64_t kSide = kLanes;  // rows of a strip
 inline bool has_tiles() { return false; }
-constexpr int64_t kPackedValues = 0, kNarrowKeys = 0;
+constexpr int64_t kPackedValues = 0, kNarrowKeys = 1;
 #endif
 
 // What a thread needs to work on tasks, one after the other. KeyPages says where a sequence's keys are, as Pages does.
@@ -85,32 +94,16 @@ class Worker {
   template <class F>
   void run(const Task& task, const Sequence& sequence, F&& finish) {
     begin(task, sequence);
-    start_sums();
-    // Not where sums alone are wanted: who divides by them makes the scores again, and they shall be the same.
-    scales_later_ = unscaled() && value_dim_ > 0 && rule_.scale > 0 && rule_.softcap == 0;
-    weighs_ = value_dim_ > 0;
-    walk([&](const Keys& keys, int64_t head) {
-      if (tiled_ && value_dim_ > 0) {
-        soften_tiled(keys, head);
-        return weigh_tiled(keys, head);
-      }
-      if constexpr (kNarrowed) {
-        if (narrow_ && weighs_) return soften_narrow_head(keys, head);
-      }
-      strips([&](float* scores, int64_t width, int64_t first) {
-        const int64_t row = head * state_width() + first;
-        soften(scores, keys.count, width, scales_later_ ? rule_.scale : 1.0f, tiled_ || narrow_ ? kSlack : 0.0f,
-               peak_ + row, total_ + row, decay_ + first);
-      });
-      weigh(keys, head);
-    });
-    weighs_ = false;
-    if (std::count(peak_.data(), peak_ + task.heads * state_width(), kInfinity)) total_infinite();
-    for (int64_t head = 0; head < task.heads; ++head) finish_head(head, finish);
+    add_up();
+    left_.assign(task.heads * task.rows(), true);
+    if (finish_rows(finish)) return;
+    begin(task, sequence, false);
+    add_up();
+    finish_rows(finish);
   }
 
   // In two steps, for who wants the scores alone: first the queries,
-  void begin(const Task& task, const Sequence& sequence) {
+  void begin(const Task& task, const Sequence& sequence, bool beside = true) {
     task_ = &task;
     sequence_ = &sequence;
     width_ = width_of(task.rows());
@@ -118,7 +111,8 @@ class Worker {
     if constexpr (Source::kInPlace) in_place_ = source_.in_place() && width_ <= kFewRows;
     rows_in_lanes_ = !in_place_ && width_ >= kLanes;
     paired_ = kTiles<T> && in_place_ && !source_.keys().grouped() && (value_dim_ == 0 || !source_.values().grouped());
-    narrow_ = paired_ && width_ >= kNarrow && has_tiles();
+    narrow_ = beside && paired_ && width_ >= kNarrow && has_tiles();
+    beside_ = beside && tiled_ && width_ == kSide && has_tiles();
     scales_later_ = false;
     want_keys();
     bounds_.clear();
@@ -141,13 +135,19 @@ class Worker {
     if (tiled_) scope.emplace(kSide);
     if (narrow_) scope.emplace(width_);
     const int64_t tile = tiled_ ? keys_at_once() : narrow_ ? kNarrowKeys : in_place_ ? few_keys() : kTile;
-    Keys found[2];
+    Keys found[3];  // the tile before, this one and the next
     locate(task.begin, tile, found[0]);
-    for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += tile, turn ^= 1) {
-      const Keys &keys = found[turn], &next = found[turn ^ 1];
-      locate(begin + tile, tile, found[turn ^ 1]);
-      if (keys.count == 0) continue;
-      if (tiled_ || narrow_) look_for_runs(keys);
+    if constexpr (kNarrowed) {
+      if (narrow_) want_narrow_at_once(found[0]);
+    }
+    for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += tile, turn = (turn + 1) % 3) {
+      const Keys& keys = found[turn];
+      Keys& next = found[(turn + 1) % 3];
+      locate(begin + tile, tile, next);
+      if (keys.count == 0) {
+        if constexpr (kNarrowed) finish_due();
+        continue;
+      }
       const int64_t steps = tiled_ ? steps_of(keys.count) : narrow_ ? 0 : steps_in_vectors(keys.count);
       for (int64_t head = 0; head < task.heads; ++head) {
         if (narrow_) {
@@ -162,7 +162,7 @@ class Worker {
         function(keys, head);
       }
     }
-    if constexpr (kNarrowed) weigh_packed();
+    if constexpr (kNarrowed) finish_due();
   }
 
   // The scores of the last tile, in strips: function(scores [keys, width], width, first), whose columns are the rows
@@ -194,6 +194,30 @@ class Worker {
 
  private:
   static constexpr bool kNarrowed = kTiles<T> && Source::kInPlace;  // where there may be few rows in tiles
+
+  // A task's peaks, totals and sums.
+  void add_up() {
+    start_sums();
+    // Not where sums alone are wanted: who divides by them makes the scores again, and they shall be the same.
+    scales_later_ = unscaled() && value_dim_ > 0 && rule_.scale > 0 && rule_.softcap == 0;
+    weighs_ = value_dim_ > 0;
+    walk([&](const Keys& keys, int64_t head) {
+      if (tiled_ && value_dim_ > 0) {
+        soften_tiled(keys, head);
+        return weigh_tiled(keys, head);
+      }
+      if constexpr (kNarrowed) {
+        if (narrow_ && weighs_) return soften_narrow_head(keys, head);
+      }
+      strips([&](float* scores, int64_t width, int64_t first) {
+        const int64_t row = head * state_width() + first;
+        soften(scores, keys.count, width, scales_later_ ? rule_.scale : 1.0f, tiled_ || narrow_ ? kSlack : 0.0f,
+               peak_ + row, total_ + row, decay_ + first);
+      });
+      weigh(keys, head);
+    });
+    weighs_ = false;
+  }
 
   // What is fetched while one kv head of a tile is worked on: the rows of the next head. Of rows that are read in place
   // rather a part of the next tile, as memory has it, so that a core's own prefetching helps; all heads together get
@@ -238,7 +262,7 @@ class Worker {
       if (!Source::kValuesAreKeys) want_rows(tile_values_, kMostKeys * value_dim_ / 2, source_.value_dim());
     } else if (narrow_) {
       narrow_values_.want(kNarrowKeys * value_dim_ / 2);
-      narrow_weights_.want(kNarrowKeys * kFewRows / 2);
+      narrow_weights_.want(2 * kNarrowKeys * kFewRows);
     } else if (!in_place_ && !Source::kValuesAreKeys) {
       want_rows(value_rows_, kTile * apart(value_dim_), source_.value_dim());
     }
@@ -295,8 +319,10 @@ class Worker {
       source_.locate(keys, n);
     });
     if (keys.count == 0) return;
-    std::fill(keys.key + keys.count, std::end(keys.key), keys.key[keys.count - 1]);  // whole groups of keys are read
-    std::fill(keys.value + keys.count, std::end(keys.value), keys.value[keys.count - 1]);
+    const int64_t whole = round_up(keys.count, kNarrowKeys);  // are fetched
+    std::fill(keys.key + keys.count, keys.key + whole, keys.key[keys.count - 1]);
+    std::fill(keys.value + keys.count, keys.value + whole, keys.value[keys.count - 1]);
+    if (tiled_ || narrow_) keys.look_for_runs();
   }
 
   // Queries are as they were given.
@@ -488,9 +514,7 @@ class Worker {
     }
   }
 
-  void look_for_runs(const Keys& keys) {
-    for (int64_t n = 0; n < keys.count; n += kSide) runs_[n / kSide] = keys.follow(n, kSide);
-  }
+  static int64_t groups_of(const Keys& keys) { return (keys.count + kSide - 1) / kSide; }
 
   // Where keys lie, 16 at a time: in their cache if they follow each other there, else copies, or what codes stand for.
   void find_keys(const Keys& keys, int64_t head, KeyTiles& tiles) {
@@ -503,10 +527,10 @@ class Worker {
       const StoredRows<T> stored = source_.part(keys, i);
       plain = plain && stored.rows && stored.rows->plain();
     }
-    const int64_t groups = (keys.count + kSide - 1) / kSide;
+    const int64_t groups = groups_of(keys);
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t n = group * kSide;
-      const bool there = plain && runs_[group];
+      const bool there = plain && keys.runs[group];
       for (int i = 0; there && i < tiles.parts; ++i) {
         const StoredRows<T> stored = source_.part(keys, i);
         tiles.part[i].at[group] =
@@ -519,6 +543,7 @@ class Worker {
         if constexpr (kTiles<T>)
           source_.load_key(keys, k, task_->first_head + head, key_buffer_, as_exact(rows + (k - n) * dim_));
       }
+      clear_rows(rows, keys.count - n, dim_);
       for (int i = 0; i < tiles.parts; ++i) {
         tiles.part[i].at[group] = rows + (i ? tiles.part[0].dims : 0);
         tiles.part[i].row_bytes[group] = dim_ * sizeof(bf16);
@@ -531,38 +556,59 @@ class Worker {
     }
   }
 
-  // The same for few rows.
-  void find_narrow_keys(const Keys& keys, int64_t head) {
-    const CachedRows<T>& stored = source_.keys();
-    KeyTiles::Part& part = tiles_.part[0];
-    part.dims = dim_;
-    const int64_t groups = (keys.count + kSide - 1) / kSide;
-    if (stored.plain() && std::all_of(runs_, runs_ + groups, [](bool run) { return run; })) {
-      for (int64_t group = 0; group < groups; ++group)
-        part.at[group] = reinterpret_cast<const bf16*>(stored.row(keys.key[group * kSide], task_->first_head + head));
-      std::fill_n(part.row_bytes, groups, stored.slot_bytes());
-    } else {
-      bf16* copies = as_bf16(narrow_keys_);
-      with_rows(stored, keys, keys.key, head, key_scales_, [&](const auto* rows, auto, Groups) {
-        for (int64_t n = 0; n < keys.count; ++n) copy_halves(rows[n], dim_, copies + n * dim_);
+  // Rows of few keys: where they lie, else copies, which end in zeros.
+  NarrowRows find_narrow(const CachedRows<T>& stored, const Keys& keys, const int64_t* offsets, int64_t head,
+                         bf16* copies) const {
+    const char* first = stored.row(0, task_->first_head + head);
+    NarrowRows found;
+    for (int64_t group = 0; group < groups_of(keys); ++group) {
+      const int64_t n = group * kSide;
+      if (stored.plain() && keys.runs[group]) {
+        found.at[group] = reinterpret_cast<const bf16*>(first + offsets[n]);
+        found.row_bytes[group] = stored.slot_bytes();
+        continue;
+      }
+      const int64_t dims = stored.size(), count = std::min(kSide, keys.count - n);
+      bf16* to = copies + n * dims;
+      keep_tiles_awake();
+      stored.with_type([&](auto zero) {
+        using E = decltype(zero);
+        if constexpr (!std::is_same_v<E, uint4x2>) copy_halves<E>(first, offsets + n, count, dims, to);
       });
-      for (int64_t group = 0; group < groups; ++group) part.at[group] = copies + group * kSide * dim_;
-      std::fill_n(part.row_bytes, groups, dim_ * sizeof(bf16));
+      clear_rows(to, count, dims);
+      found.at[group] = to;
+      found.row_bytes[group] = dims * static_cast<int64_t>(sizeof(bf16));
     }
-    if (groups % 2) part.at[groups] = part.at[groups - 1], part.row_bytes[groups] = part.row_bytes[groups - 1];
+    if (groups_of(keys) == 1) found.at[1] = found.at[0], found.row_bytes[1] = found.row_bytes[0];
+    return found;
   }
 
   // Few rows of a tile and a kv head: scores. What a tile reads that vectors have just stored, or a vector of what a
-  // tile has, is not there at once. So between them others are worked on: the values of the head before are weighed,
-  // and this one's packed.
+  // tile has, is not there at once. So between them others are worked on: the values of the head before.
   void start_narrow(const Keys& keys, const Keys& next, int64_t head) {
     const bool last = head + 1 == task_->heads;
     last ? want_narrow(next, 0) : want_narrow(keys, head + 1);
-    find_narrow_keys(keys, head);
-    score_narrow(tiles_.part[0], keys.count, as_bf16(queries_ + head * width_ * dim_), width_, scores_, next_rows_);
-    weigh_packed();
-    if (weighs_) pack_narrow(keys, head);
-    apply_factors(source_.keys(), keys, head);
+    const int64_t first = next.count * head / task_->heads, end = next.count * (head + 1) / task_->heads;
+    source_.keys().prefetch_factors(next, first, end);
+    if (weighs_) source_.values().prefetch_factors(next, first, end);
+    const NarrowRows rows = find_narrow(source_.keys(), keys, keys.key, head, as_bf16(narrow_keys_));
+    ready_due();
+    score_narrow(rows, dim_, as_bf16(queries_ + head * width_ * dim_), width_, scores_, next_rows_);
+    weigh_due();
+    if (!source_.keys().has_factor()) return;
+    load_narrow_factors(source_.keys(), keys, head);
+    with_narrow(width_, [&](auto width) { multiply_narrow<width>(scores_, factors_); });
+  }
+
+  void load_narrow_factors(const CachedRows<T>& rows, const Keys& keys, int64_t head) {
+    load_factors(rows, keys, head);
+    std::fill(factors_ + keys.count, factors_ + kNarrowKeys, 0.0f);
+  }
+
+  // Those of a task's first head.
+  void want_narrow_at_once(const Keys& keys) {
+    want_narrow(keys, 0);
+    next_rows_.finish();
   }
 
   // The rows of the next head are fetched meanwhile.
@@ -571,37 +617,41 @@ class Worker {
     const CachedRows<T>& values = weighs_ ? source_.values() : source_.keys();
     next_rows_ = {source_.keys().row(0, head), values.row(0, head), keys,
                   std::max(source_.keys().row_bytes(), values.row_bytes()),
-                  dim_ / kDepth + (weighs_ ? kSide + value_dim_ / kDepth : 0)};
+                  dim_ / kDepth + (weighs_ ? value_dim_ / kDepth : 0)};
   }
 
-  void pack_narrow(const Keys& keys, int64_t head) {
-    with_rows(source_.values(), keys, keys.value, head, value_scales_, [&](const auto* rows, auto, Groups) {
-      pack_narrow_values(rows, keys.count, value_dim_, as_bf16(narrow_values_), next_rows_);
-    });
-    packed_head_ = head;
-  }
-
-  // Weights go where weigh_packed finds them.
+  // Weights of a head, whose values are weighed later.
   void soften_narrow_head(const Keys& keys, int64_t head) {
+    due_head_ = head;
+    due_keys_ = &keys;
     const int64_t row = head * state_width();
     const auto soften = [&](auto width, const auto& factor) {
       soften_narrow<width>(scores_, keys.count, scales_later_ ? rule_.scale : 1.0f, kSlack, factor, peak_ + row,
-                           total_ + row, decay_, as_bf16(narrow_weights_));
+                           total_ + row, decay_, narrow_weights_);
     };
     with_narrow(width_, [&](auto width) {
       if (!source_.values().has_factor()) return soften(width, [](Vec weights, int) { return weights; });
-      load_factors(source_.values(), keys, head);
-      std::fill(factors_ + keys.count, factors_ + kNarrowKeys, 0.0f);
+      load_narrow_factors(source_.values(), keys, head);
       soften(width, [&](Vec weights, int i) { return weights * repeat<width>(factors_ + i * kLanes / width); });
     });
   }
 
   // The values of the head before, if any.
-  void weigh_packed() {
-    if (packed_head_ < 0) return;
-    weigh_narrow(as_bf16(narrow_weights_), width_, as_bf16(narrow_values_), value_dim_, decay_,
-                 sums_ + packed_head_ * width_ * value_dim_, next_rows_);
-    packed_head_ = -1;
+  void ready_due() {
+    if (due_head_ < 0) return;
+    due_values_ = find_narrow(source_.values(), *due_keys_, due_keys_->value, due_head_, as_bf16(narrow_values_));
+  }
+
+  void finish_due() {
+    ready_due();
+    weigh_due();
+  }
+
+  void weigh_due() {
+    if (due_head_ < 0) return;
+    weigh_narrow(narrow_weights_, width_, due_values_, groups_of(*due_keys_), value_dim_, decay_,
+                 sums_ + due_head_ * width_ * value_dim_, next_rows_);
+    due_head_ = -1;
   }
 
   // What all loops over a tile of keys take, so that the next one is fetched evenly while they go on.
@@ -657,20 +707,54 @@ class Worker {
 
   template <class Factor>
   void soften_strips(const Keys& keys, int64_t head, const Factor& factor) {
+    const auto soften = beside_ ? soften_strip<true, Factor> : soften_strip<false, Factor>;
     strips([&](float* scores, int64_t, int64_t first) {
       const int64_t row = head * width_ + first;
-      soften_strip(scores, keys.count, scales_later_ ? rule_.scale : 1.0f, kSlack, factor, peak_ + row, total_ + row,
-                   decay_ + first, as_bf16(packed_weights_) + first * kMostKeys);
+      soften(scores, keys.count, scales_later_ ? rule_.scale : 1.0f, kSlack, factor, peak_ + row, total_ + row,
+             decay_ + first, as_bf16(packed_weights_) + first * kMostKeys);
       decay_sums(sums_ + row * value_dim_, value_dim_, decay_ + first);
     });
   }
 
   void weigh_tiled(const Keys& keys, int64_t head) {
     float* sums = sums_ + head * width_ * value_dim_;
+    FetchOnce ahead{ahead_, has_tiles()};
+    if (beside_) {
+      if constexpr (!Source::kValuesAreKeys && kTiles<T>) {
+        const KeyTiles::Part values = find_value_tiles(keys, head);
+        return weigh_beside(as_bf16(packed_weights_), values, groups_of(keys), value_dim_, sums, ahead);
+      }
+      return weigh_beside(as_bf16(packed_weights_), tiles_.part[0], groups_of(keys), value_dim_, sums, ahead);
+    }
     const bf16* rows[kMostKeys];
     find_values(keys, head, rows);
-    FetchOnce ahead{ahead_, has_tiles()};
     weigh_head(as_bf16(packed_weights_), width_, rows, keys.count, value_dim_, sums, as_bf16(packed_values_), ahead);
+  }
+
+  // Of kSide rows those past count: 0, so that weights of 0 leave no trace of them.
+  static void clear_rows(bf16* rows, int64_t count, int64_t dims) {
+    if (count < kSide) std::fill(rows + count * dims, rows + kSide * dims, bf16{});
+  }
+
+  // As find_keys, of values that are not keys.
+  KeyTiles::Part find_value_tiles(const Keys& keys, int64_t head) {
+    KeyTiles::Part found;
+    for (int64_t group = 0; group < groups_of(keys); ++group) {
+      const int64_t n = group * kSide;
+      if (source_.values().plain() && keys.runs[group]) {
+        const char* row = source_.values().row(keys.value[n], task_->first_head + head);
+        found.at[group] = reinterpret_cast<const bf16*>(row);
+        found.row_bytes[group] = source_.values().slot_bytes();
+        continue;
+      }
+      bf16* rows = as_bf16(tile_values_) + n * value_dim_;
+      for (int64_t k = n; k < std::min(n + kSide, keys.count); ++k)
+        source_.load_value(keys, k, task_->first_head + head, value_buffer_, as_exact(rows + (k - n) * value_dim_));
+      clear_rows(rows, keys.count - n, value_dim_);
+      found.at[group] = rows;
+      found.row_bytes[group] = value_dim_ * static_cast<int64_t>(sizeof(bf16));
+    }
+    return found;
   }
 
   void find_values(const Keys& keys, int64_t head, const bf16** rows) {
@@ -694,10 +778,9 @@ class Worker {
   }
 
   void read_tiles(const float* sums, int64_t row) {
+    if (beside_ || narrow_) return unpack_beside(sums + row * kSide, width_, value_dim_, row_);
     unpack_sums(sums + row / kSide * kSide * value_dim_ + row % kSide * kSide, value_dim_, row_);
   }
-
-  void read_narrow(const float* sums, int64_t row) { unpack_narrow_sums(sums, row, width_, value_dim_, row_); }
 
   void read_pairs(const float* sums) { unpair_sums(sums, value_dim_, row_); }
 
@@ -720,16 +803,15 @@ class Worker {
   using Scope = int64_t;
   int64_t keys_at_once() const { return kTile; }
   void start_tiled(int64_t) {}
-  void look_for_runs(const Keys&) {}
   int64_t steps_of(int64_t) const { return 1; }
+  void want_narrow_at_once(const Keys&) {}
   void start_narrow(const Keys&, const Keys&, int64_t) {}
   void soften_narrow_head(const Keys&, int64_t) {}
-  void weigh_packed() {}
+  void finish_due() {}
   void score_tiled(const Keys&, int64_t) {}
   void soften_tiled(const Keys&, int64_t) {}
   void weigh_tiled(const Keys&, int64_t) {}
   void read_tiles(const float*, int64_t) {}
-  void read_narrow(const float*, int64_t) {}
   void read_pairs(const float*) {}
   void mask_strips(const Keys&) {}
 #endif
@@ -786,22 +868,31 @@ class Worker {
     });
   }
 
+  // The rows that are left; returns whether none is now. Those stay whose sums a value that is not
+  // finite may have spoilt.
   template <class F>
-  void finish_head(int64_t head, F&& finish) {
-    const float *peak = peak_ + head * state_width(), *total = total_ + head * state_width();
-    for (int64_t row = 0; row < task_->rows(); ++row) {
-      float sum = 0;
-      for (int64_t i = row; i < state_width(); i += width_) sum += total[i];
-      read_sums(head, row);
-      finish(token(row), query_head(head, row), peak[row], sum, row_);
+  bool finish_rows(F&& finish) {
+    const bool some_stay = (narrow_ || beside_) && value_dim_ > 0;
+    if (!some_stay && std::count(peak_.data(), peak_ + task_->heads * state_width(), kInfinity)) total_infinite();
+    for (int64_t head = 0; head < task_->heads; ++head) {
+      const float *peak = peak_ + head * state_width(), *total = total_ + head * state_width();
+      for (int64_t row = 0; row < task_->rows(); ++row) {
+        if (!left_[head * task_->rows() + row]) continue;
+        read_sums(head, row);
+        if (some_stay && !all_finite(row_, value_dim_)) continue;
+        float sum = 0;
+        for (int64_t i = row; i < state_width(); i += width_) sum += total[i];
+        finish(token(row), query_head(head, row), peak[row], sum, row_);
+        left_[head * task_->rows() + row] = false;
+      }
     }
+    return std::find(left_.begin(), left_.end(), true) == left_.end();
   }
 
   // A row's sums in the order of dims, to row_.
   void read_sums(int64_t head, int64_t row) {
     const float* sums = sums_ + head * width_ * value_dim_;
-    if (tiled_) return read_tiles(sums, row);
-    if (narrow_) return read_narrow(sums, row);
+    if (tiled_ || narrow_) return read_tiles(sums, row);
     if (paired_) return read_pairs(sums + row * value_dim_);
     const bool evens_first = in_place_ && value_dim_ && source_.values().evens_first();
     const auto arrange = evens_first ? from_pairs<bf16> : from_pairs<float>;
@@ -824,11 +915,13 @@ class Worker {
 #if defined(__AVX512BF16__)
   KeyTiles tiles_;
   NextRows next_rows_;
-  int64_t packed_head_ = -1;      // whose values narrow_values_ holds, not weighed yet
-  bool runs_[kMostKeys / kSide];  // which keys of a tile follow each other
+  int64_t due_head_ = -1;  // whose values are not weighed yet
+  const Keys* due_keys_ = nullptr;
+  NarrowRows due_values_{};
 #endif
   int64_t after_[kRows], last_[kRows];  // what a row attends to
   std::vector<Bound> bounds_;           // of each query
+  std::vector<bool> left_;              // rows [heads, rows] that are not finished
   Bound all_{};                         // what all queries attend to
   Prefetcher ahead_;
   const Task* task_ = nullptr;
@@ -837,6 +930,7 @@ class Worker {
   bool in_place_ = false, tiled_ = false, rows_in_lanes_ = false;
   bool paired_ = false;        // in place, in products of bfloat16
   bool narrow_ = false;        // and those in tiles
+  bool beside_ = false;        // one strip of rows in tiles, whose values are not packed
   bool weighs_ = false;        // values are added up, not scores alone made
   bool scales_later_ = false;  // scores are multiplied with the scale as they become weights
 };

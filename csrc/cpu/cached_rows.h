@@ -99,6 +99,12 @@ class CachedCodes {
   bool has_factor() const { return format_ && factored() && (format_->per != Per::group || format_->global_scale); }
   void load_factors(const Keys& keys, int64_t head, float* out) const;
 
+  // Asks for those of keys [first, last), if each has its own.
+  void prefetch_factors(const Keys& keys, int64_t first, int64_t last) const {
+    if (!has_factor() || grouped() || format_->is_static()) return;
+    for (int64_t n = first; n < last; ++n) scales_->prefetch(keys.block[n], keys.slot[n]);
+  }
+
   // Whether rows read in place have scales of groups, and how many numbers one covers.
   bool grouped() const { return format_ && format_->per == Per::group; }
   int64_t span() const { return scales_->span(); }

@@ -227,36 +227,63 @@ inline Vec load(const e4m3* from) {
 #if defined(__AVX512F__)
 #if defined(__AVX512VBMI__)
 // The two bytes of each magnitude as bfloat16.
-struct E4M3Bytes {
+struct HalvesOfMagnitudes {
   alignas(64) uint8_t low[128] = {}, high[128] = {};
-  constexpr E4M3Bytes() {
-    for (int magnitude = 0; magnitude < 128; ++magnitude) {
-      int bits = (120 << 7) + (magnitude << 4);
-      for (int lead = 0; lead < 3; ++lead) {  // below 8 they are subnormal: multiples of 2^-9
-        if (magnitude >> lead == 1) bits = ((118 + lead) << 7) + ((magnitude << (7 - lead)) & 0x7f);
-      }
-      if (magnitude == 0) bits = 0;
-      if (magnitude == 0x7f) bits = 0x7fc0;
-      low[magnitude] = static_cast<uint8_t>(bits);
-      high[magnitude] = static_cast<uint8_t>(bits >> 8);
-    }
+  constexpr void set(int magnitude, int bits) {
+    low[magnitude] = static_cast<uint8_t>(bits);
+    high[magnitude] = static_cast<uint8_t>(bits >> 8);
   }
 };
-inline constexpr E4M3Bytes kE4M3Bytes;
+
+constexpr HalvesOfMagnitudes halves_of_e4m3() {
+  HalvesOfMagnitudes halves;
+  for (int magnitude = 1; magnitude < 127; ++magnitude) {
+    int bits = (120 << 7) + (magnitude << 4);
+    for (int lead = 0; lead < 3; ++lead) {  // below 8 they are subnormal: multiples of 2^-9
+      if (magnitude >> lead == 1) bits = ((118 + lead) << 7) + ((magnitude << (7 - lead)) & 0x7f);
+    }
+    halves.set(magnitude, bits);
+  }
+  halves.set(127, 0x7fc0);
+  return halves;
+}
+
+constexpr HalvesOfMagnitudes halves_of_int8() {
+  HalvesOfMagnitudes halves;
+  for (int magnitude = 1; magnitude < 128; ++magnitude) {
+    int exponent = 0;
+    while (magnitude >> (exponent + 1)) ++exponent;
+    halves.set(magnitude, ((127 + exponent) << 7) + ((magnitude << (7 - exponent)) & 0x7f));
+  }
+  return halves;
+}
+
+template <class Code>
+inline constexpr HalvesOfMagnitudes kHalves;  // of codes that to_halves knows
+template <>
+inline constexpr HalvesOfMagnitudes kHalves<e4m3> = halves_of_e4m3();
+template <>
+inline constexpr HalvesOfMagnitudes kHalves<int8_t> = halves_of_int8();
 
 // 64 codes as bfloat16: both bytes of each are looked up by its magnitude. Of each 16 the first 8 go to `first`.
-inline void to_halves(__m512i codes, __m512i& first, __m512i& second) {
+template <class Code>
+void to_halves(__m512i codes, __m512i& first, __m512i& second) {
+  typedef uint8_t Bytes __attribute__((vector_size(64)));
+  Bytes magnitude = (Bytes)codes;  // in its lower 7 bits
+  if constexpr (std::is_same_v<Code, int8_t>) magnitude = magnitude > 127 ? -magnitude : magnitude;
   const auto find = [&](const uint8_t* bytes) {
-    return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), codes, _mm512_load_si512(bytes + 64));
+    return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), (__m512i)magnitude, _mm512_load_si512(bytes + 64));
   };
-  const __m512i low = find(kE4M3Bytes.low), signs = _mm512_set1_epi8(static_cast<char>(0x80));
-  const __m512i high = _mm512_ternarylogic_epi32(find(kE4M3Bytes.high), codes, signs, 0xf8);
+  const __m512i low = find(kHalves<Code>.low), signs = _mm512_set1_epi8(static_cast<char>(0x80));
+  __m512i high = _mm512_ternarylogic_epi32(find(kHalves<Code>.high), codes, signs, 0xf8);
+  if constexpr (std::is_same_v<Code, int8_t>)  // -128 has no magnitude below 128
+    high = (__m512i)(magnitude == 128 ? Bytes{} + uint8_t{0xc3} : (Bytes)high);
   first = _mm512_maskz_unpacklo_epi8(~0ull, low, high);
   second = _mm512_maskz_unpackhi_epi8(~0ull, low, high);
 }
 
 // 64 codes so that to_halves keeps their order.
-inline __m512i load_codes(const e4m3* from) {
+inline __m512i load_codes(const void* from) {
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   return _mm512_maskz_permutexvar_epi64(0xff, order, _mm512_loadu_si512(from));
 }
@@ -271,8 +298,10 @@ inline BitVec load_halves(const e4m3* from) {
   const auto table = [](const uint8_t* bytes) { return _mm512_load_si512(bytes); };
   const __m512i bytes = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   const __m512i code = _mm512_maskz_permutexvar_epi8(~0ull, table(kTwice), bytes);
-  const __m512i high = _mm512_mask2_permutex2var_epi8(table(kE4M3Bytes.high), code, kHigh, table(kE4M3Bytes.high + 64));
-  const __m512i both = _mm512_mask2_permutex2var_epi8(table(kE4M3Bytes.low), high, kLow, table(kE4M3Bytes.low + 64));
+  const __m512i high =
+      _mm512_mask2_permutex2var_epi8(table(kHalves<e4m3>.high), code, kHigh, table(kHalves<e4m3>.high + 64));
+  const __m512i both =
+      _mm512_mask2_permutex2var_epi8(table(kHalves<e4m3>.low), high, kLow, table(kHalves<e4m3>.low + 64));
   return (BitVec)_mm512_ternarylogic_epi32(both, code, _mm512_set1_epi32(0x80008000), 0xf8);  // and its sign
 }
 #else

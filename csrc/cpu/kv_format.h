@@ -190,6 +190,11 @@ class Scales {
     for (int64_t n = 0; n < count; ++n) out[n] = of_head[block[n] * block_ + token[n] * token_];
   }
 
+  // Asks for the line that has the first head's.
+  void prefetch(int64_t block, int64_t token) const {
+    __builtin_prefetch(data_ + offset(block, token, 0) * static_cast<int64_t>(sizeof(float)));
+  }
+
   // Store the scales of a row: numbers of their dtype that follow each other, and the minimums that come with them.
   void write(int64_t offset, const void* scales, const fp16* lows) const {
     switch (dtype_) {

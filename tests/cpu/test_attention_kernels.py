@@ -201,6 +201,22 @@ def test_nan_of_a_real_key_or_query_reaches_its_rows_only(name: str, dtype: torc
     assert_equal((out[1], lse[1]), (clean[0][1], clean[1][1]))
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("heads", [2, 4, 8, 16, 32, 40, 144])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_number_of_a_value_that_is_not_finite_reaches_its_dim_only(
+    dtype: torch.dtype, heads: int, wrong: float
+) -> None:
+    args = call("paged_attention", [1, 3], [700, 90], dtype, heads=heads)
+    args["value_cache"][args["block_table"][0, 20].item(), 9, 1, 7] = wrong
+    out, lse = kernel("paged_attention", **args)
+    spoilt = torch.zeros_like(out, dtype=torch.bool)
+    spoilt[0, heads // 2 :, 7] = True
+    assert torch.equal(~out.isfinite(), spoilt)
+    want = exact_reference("paged_attention", **args)
+    assert_close((out.masked_fill(spoilt, 0), lse), (want[0].masked_fill(spoilt, 0), want[1]), factor=2)
+
+
 @EVERY_OP
 @EVERY_DTYPE
 @pytest.mark.parametrize("run", [kernel, reference])
