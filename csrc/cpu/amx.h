@@ -112,8 +112,9 @@ void tile_multiply() {
 }
 #endif
 
-// What multiplies tiles falls asleep when it has had nothing to do for 300 ns, and takes as long to wake up. So loops
-// over much else give it a product now and then, which nobody reads: of a tile that is cleared or loaded before use.
+// What multiplies tiles falls asleep when it has had nothing to do for 300 ns, and takes as long to wake up (on Emerald
+// Rapids, docs/performance.md). So loops over much else give it a product now and then, which nobody reads: of a tile
+// that is cleared or loaded before use.
 inline void keep_tiles_awake() {
 #ifndef KVBACKEND_EMULATED_TILES
   if (has_tiles()) tile_multiply<0, 3, 2>();

@@ -718,17 +718,15 @@ class Worker {
 
   void weigh_tiled(const Keys& keys, int64_t head) {
     float* sums = sums_ + head * width_ * value_dim_;
+    const bf16* weights = as_bf16(packed_weights_);
     FetchOnce ahead{ahead_, has_tiles()};
-    if (beside_) {
-      if constexpr (!Source::kValuesAreKeys && kTiles<T>) {
-        const KeyTiles::Part values = find_value_tiles(keys, head);
-        return weigh_beside(as_bf16(packed_weights_), values, groups_of(keys), value_dim_, sums, ahead);
-      }
-      return weigh_beside(as_bf16(packed_weights_), tiles_.part[0], groups_of(keys), value_dim_, sums, ahead);
-    }
+    const KeyTiles::Part values = find_values(keys, head);
+    if (beside_) return weigh_beside(weights, values, groups_of(keys), value_dim_, sums, ahead);
     const bf16* rows[kMostKeys];
-    find_values(keys, head, rows);
-    weigh_head(as_bf16(packed_weights_), width_, rows, keys.count, value_dim_, sums, as_bf16(packed_values_), ahead);
+    for (int64_t n = 0; n < keys.count; ++n)
+      rows[n] = values.at[n / kSide] + n % kSide * values.row_bytes[n / kSide] / static_cast<int64_t>(sizeof(bf16));
+    std::fill(rows + keys.count, rows + round_up(keys.count, kDepth), rows[0]);
+    weigh_head(weights, width_, rows, keys.count, value_dim_, sums, as_bf16(packed_values_), ahead);
   }
 
   // Of kSide rows those past count: 0, so that weights of 0 leave no trace of them.
@@ -736,45 +734,27 @@ class Worker {
     if (count < kSide) std::fill(rows + count * dims, rows + kSide * dims, bf16{});
   }
 
-  // As find_keys, of values that are not keys.
-  KeyTiles::Part find_value_tiles(const Keys& keys, int64_t head) {
-    KeyTiles::Part found;
-    for (int64_t group = 0; group < groups_of(keys); ++group) {
-      const int64_t n = group * kSide;
-      if (source_.values().plain() && keys.runs[group]) {
-        const char* row = source_.values().row(keys.value[n], task_->first_head + head);
-        found.at[group] = reinterpret_cast<const bf16*>(row);
-        found.row_bytes[group] = source_.values().slot_bytes();
-        continue;
+  // As find_keys; values that are keys have been found.
+  KeyTiles::Part find_values(const Keys& keys, int64_t head) {
+    KeyTiles::Part found = tiles_.part[0];
+    if constexpr (!Source::kValuesAreKeys && kTiles<T>) {
+      for (int64_t group = 0; group < groups_of(keys); ++group) {
+        const int64_t n = group * kSide;
+        if (source_.values().plain() && keys.runs[group]) {
+          const char* row = source_.values().row(keys.value[n], task_->first_head + head);
+          found.at[group] = reinterpret_cast<const bf16*>(row);
+          found.row_bytes[group] = source_.values().slot_bytes();
+          continue;
+        }
+        bf16* rows = as_bf16(tile_values_) + n * value_dim_;
+        for (int64_t k = n; k < std::min(n + kSide, keys.count); ++k)
+          source_.load_value(keys, k, task_->first_head + head, value_buffer_, as_exact(rows + (k - n) * value_dim_));
+        clear_rows(rows, keys.count - n, value_dim_);
+        found.at[group] = rows;
+        found.row_bytes[group] = value_dim_ * static_cast<int64_t>(sizeof(bf16));
       }
-      bf16* rows = as_bf16(tile_values_) + n * value_dim_;
-      for (int64_t k = n; k < std::min(n + kSide, keys.count); ++k)
-        source_.load_value(keys, k, task_->first_head + head, value_buffer_, as_exact(rows + (k - n) * value_dim_));
-      clear_rows(rows, keys.count - n, value_dim_);
-      found.at[group] = rows;
-      found.row_bytes[group] = value_dim_ * static_cast<int64_t>(sizeof(bf16));
     }
     return found;
-  }
-
-  void find_values(const Keys& keys, int64_t head, const bf16** rows) {
-    if (Source::kValuesAreKeys) {
-      const KeyTiles::Part& part = tiles_.part[0];
-      for (int64_t n = 0; n < keys.count; ++n)
-        rows[n] = part.at[n / kSide] + n % kSide * part.row_bytes[n / kSide] / static_cast<int64_t>(sizeof(bf16));
-    } else {
-      const bool plain = source_.values().plain();
-      for (int64_t n = 0; n < keys.count; ++n) {
-        bf16* copy = as_bf16(tile_values_) + n * value_dim_;
-        rows[n] = copy;
-        if (plain) {
-          rows[n] = reinterpret_cast<const bf16*>(source_.values().row(keys.value[n], task_->first_head + head));
-        } else if constexpr (kTiles<T>) {
-          source_.load_value(keys, n, task_->first_head + head, value_buffer_, as_exact(copy));
-        }
-      }
-    }
-    std::fill(rows + keys.count, rows + round_up(keys.count, kDepth), rows[0]);
   }
 
   void read_tiles(const float* sums, int64_t row) {
@@ -868,8 +848,8 @@ class Worker {
     });
   }
 
-  // The rows that are left; returns whether none is now. Those stay whose sums a value that is not
-  // finite may have spoilt.
+  // The rows that are left, but those whose sums a value that is not finite may have spoilt; returns whether none is
+  // left now.
   template <class F>
   bool finish_rows(F&& finish) {
     const bool some_stay = (narrow_ || beside_) && value_dim_ > 0;
