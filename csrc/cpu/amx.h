@@ -22,17 +22,26 @@ inline bool has_tiles() {
 }
 
 // What tiles measure: all 16 rows of 64 bytes, or for products with few rows 0 to 2 `width` columns of 32 bits, 3 and 4
-// all, 5 to 7 twice `width` rows.
-inline int64_t tile_row_bytes(int tile, int64_t width) { return tile < 3 ? 4 * width : 64; }
-inline int64_t tile_rows(int tile, int64_t width) { return tile < 5 ? kSide : std::min(kSide, 2 * width); }
+// all, 5 to 7 twice `width` rows. Where dims share a scale (attention_nibbles.h): 0, 1 and 3 twice `width` rows, 4 to 6
+// `width`.
+struct TileShapes {
+  int64_t width = kSide;
+  bool shared = false;
+
+  int64_t row_bytes(int tile) const { return tile < 3 && !shared ? 4 * width : 64; }
+  int64_t rows(int tile) const {
+    if (shared) return tile == 2 || tile == 7 ? kSide : tile < 4 ? 2 * width : width;
+    return tile < 5 ? kSide : std::min(kSide, 2 * width);
+  }
+};
 
 #ifdef KVBACKEND_EMULATED_TILES  // ci/emulated.sh: the same loops over tiles in memory, where the CPU has none
 inline thread_local uint8_t tiles_in_memory[8][kSide][64];
-inline thread_local int64_t tiles_width = kSide;
+inline thread_local TileShapes tile_shapes;
 
 struct TileScope {
-  explicit TileScope(int64_t width = kSide) { tiles_width = width; }
-  ~TileScope() { tiles_width = kSide; }
+  explicit TileScope(const TileShapes& shapes = {}) { tile_shapes = shapes; }
+  ~TileScope() { tile_shapes = {}; }
 };
 
 template <int kTo>
@@ -41,9 +50,9 @@ void tile_zero() {
 }
 template <int kTo>
 void tile_load(const void* from, int64_t row_bytes) {
-  for (int row = 0; row < tile_rows(kTo, tiles_width); ++row)
+  for (int row = 0; row < tile_shapes.rows(kTo); ++row)
     std::memcpy(tiles_in_memory[kTo][row], static_cast<const char*>(from) + row * row_bytes,
-                tile_row_bytes(kTo, tiles_width));
+                tile_shapes.row_bytes(kTo));
 }
 template <int kTo>
 void tile_stream(const void* from, int64_t row_bytes) {
@@ -51,25 +60,24 @@ void tile_stream(const void* from, int64_t row_bytes) {
 }
 template <int kFrom>
 void tile_store(void* to, int64_t row_bytes) {
-  for (int row = 0; row < tile_rows(kFrom, tiles_width); ++row)
-    std::memcpy(static_cast<char*>(to) + row * row_bytes, tiles_in_memory[kFrom][row],
-                tile_row_bytes(kFrom, tiles_width));
+  for (int row = 0; row < tile_shapes.rows(kFrom); ++row)
+    std::memcpy(static_cast<char*>(to) + row * row_bytes, tiles_in_memory[kFrom][row], tile_shapes.row_bytes(kFrom));
 }
 template <int kC, int kA, int kB>
 void tile_multiply() {
   auto* c = reinterpret_cast<float (*)[kSide]>(tiles_in_memory[kC]);
   auto* a = reinterpret_cast<const bf16(*)[kDepth]>(tiles_in_memory[kA]);
   auto* b = reinterpret_cast<const bf16(*)[kDepth]>(tiles_in_memory[kB]);
-  for (int m = 0; m < tile_rows(kC, tiles_width); ++m)
+  for (int m = 0; m < tile_shapes.rows(kC); ++m)
     for (int k = 0; k < kDepth; ++k)
-      for (int n = 0; n < tile_row_bytes(kC, tiles_width) / 4; ++n)
+      for (int n = 0; n < tile_shapes.row_bytes(kC) / 4; ++n)
         c[m][n] += to_float(a[m][k]) * to_float(b[k / 2][2 * n + k % 2]);
 }
 #else
 // Tiles, if there are any, are configured for this thread while one of these lives.
 class TileScope {
  public:
-  explicit TileScope(int64_t width = kSide) {
+  explicit TileScope(const TileShapes& shapes = {}) {
     if (!has_tiles()) return;
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -77,8 +85,8 @@ class TileScope {
       uint8_t rows[16] = {};
     } config;
     for (int tile = 0; tile < 8; ++tile) {
-      config.row_bytes[tile] = static_cast<uint16_t>(tile_row_bytes(tile, width));
-      config.rows[tile] = static_cast<uint8_t>(tile_rows(tile, width));
+      config.row_bytes[tile] = static_cast<uint16_t>(shapes.row_bytes(tile));
+      config.rows[tile] = static_cast<uint8_t>(shapes.rows(tile));
     }
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
   }

@@ -65,6 +65,12 @@ class NextRows {
     for (due_ += kSide; due_ >= steps_ && row_ < rows_; due_ -= steps_, ++row_) {
       const char* first[] = {keys_ + tile_->key[row_], values_ + tile_->value[row_], keys_ + tile_->key[kSide + row_],
                              values_ + tile_->value[kSide + row_]};
+      if (row_bytes_ <= kShort) {  // those of a head leave room in L1
+        for (const char* row : first) __builtin_prefetch(row, 0, 3);
+        if (row_bytes_ > kLine)
+          for (const char* row : first) __builtin_prefetch(row + kLine, 0, 3);
+        continue;
+      }
       for (int64_t at = 0; at < row_bytes_; at += kLine) {
         for (const char* row : first) __builtin_prefetch(row + at, 0, 2);
       }
@@ -72,6 +78,8 @@ class NextRows {
   }
 
  private:
+  static constexpr int64_t kShort = 2 * kLine;
+
   const char *keys_ = nullptr, *values_ = nullptr;
   const Keys* tile_ = nullptr;
   int64_t row_bytes_ = 0, rows_ = 0, row_ = 0;
@@ -149,14 +157,17 @@ void multiply_narrow(float* scores, const float* factors) {
     store(scores, load(scores) * repeat<W>(factors + n));
 }
 
-// soften (attention_loops.h) for up to kNarrowKeys keys, whose scores, one after the other, stay in registers. Weights,
-// times factor(weights, vector), go to `out` as A tiles: of kSide keys each, for even dims W rows and for odd ones W.
-// Keys past count weigh 0.
+// Weights of kNarrowKeys keys and W rows, one key after the other.
+template <int W>
+using NarrowWeights = Vec[kNarrowKeys * W / kLanes];
+
+// soften (attention_loops.h) for up to kNarrowKeys keys, whose scores, one after the other, stay in registers. Weights
+// are those times factor(weights, vector); keys past count weigh 0.
 template <int W, class Factor>
-void soften_narrow(const float* scores, int64_t count, float scale, float slack, const Factor& factor, float* peak,
-                   float* total, float* decay, float* out) {
-  constexpr int kVectors = kDepth * W / kLanes;
-  Vec x[kVectors];
+[[gnu::always_inline]] inline void soften_narrow(const float* scores, int64_t count, float scale, float slack,
+                                                 const Factor& factor, float* peak, float* total, float* decay,
+                                                 NarrowWeights<W>& x) {
+  constexpr int kVectors = std::extent_v<NarrowWeights<W>>;
 #pragma GCC unroll 16
   for (int i = 0; i < kVectors; ++i) {
     const int64_t there = count * W - i * kLanes;
@@ -183,12 +194,17 @@ void soften_narrow(const float* scores, int64_t count, float scale, float slack,
   store(peak, soft.peak);
   store(total, sum);
   store(decay, soft.decay);
+}
+
+// Weights as A tiles: of kSide keys each, for even dims W rows and for odd ones W.
+template <int W>
+[[gnu::always_inline]] inline void place_beside(const NarrowWeights<W>& weights, float* out) {
   alignas(kLine) static constexpr RowsOfPairs<W> kRowsOfPairs;
   const __m512i order = _mm512_load_si512(kRowsOfPairs.order);
   __m512i row[W];
 #pragma GCC unroll 8
   for (int i = 0; i < W; ++i) {
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)x[W + i], (__m512)x[i]);
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[W + i], (__m512)weights[i]);
     row[i] = _mm512_maskz_permutexvar_epi8(~0ull, order, halves);
   }
   turn_parts<W>(row);

@@ -33,7 +33,7 @@
 
 #include "cached_rows.h"
 #if defined(__AVX512BF16__)
-#include "attention_narrow.h"
+#include "attention_nibbles.h"
 #endif
 
 namespace kvbackend::KVBACKEND_ISA {
@@ -110,8 +110,11 @@ class Worker {
     tiled_ = kTiles<T> && source_.stored() && width_ >= kSide;
     if constexpr (Source::kInPlace) in_place_ = source_.in_place() && width_ <= kFewRows;
     rows_in_lanes_ = !in_place_ && width_ >= kLanes;
-    paired_ = kTiles<T> && in_place_ && !source_.keys().grouped() && (value_dim_ == 0 || !source_.values().grouped());
-    narrow_ = beside && paired_ && width_ >= kNarrow && has_tiles();
+    const auto all_rows = [&](auto&& are) { return are(source_.keys()) && (value_dim_ == 0 || are(source_.values())); };
+    const bool narrow = beside && kTiles<T> && in_place_ && width_ >= kNarrow && has_tiles();
+    nibbles_ = narrow && all_rows([](const auto& rows) { return rows.nibbles(); });
+    paired_ = kTiles<T> && in_place_ && (nibbles_ || all_rows([](const auto& rows) { return !rows.grouped(); }));
+    narrow_ = narrow && paired_;
     beside_ = beside && tiled_ && width_ == kSide && has_tiles();
     scales_later_ = false;
     want_keys();
@@ -132,8 +135,7 @@ class Worker {
   void walk(F&& function) {
     const Task& task = *task_;
     std::optional<Scope> scope;
-    if (tiled_) scope.emplace(kSide);
-    if (narrow_) scope.emplace(width_);
+    if (tiled_ || narrow_) scope.emplace(tile_shapes());
     const int64_t tile = tiled_ ? keys_at_once() : narrow_ ? kNarrowKeys : in_place_ ? few_keys() : kTile;
     Keys found[3];  // the tile before, this one and the next
     locate(task.begin, tile, found[0]);
@@ -241,6 +243,11 @@ class Worker {
       want_rows(tile_keys_, kMostKeys * dim_ / 2, source_.dim());
     } else if (narrow_) {
       narrow_keys_.want(kNarrowKeys * dim_ / 2);
+      if (nibbles_) {
+        products_.want(2 * kFewRows * dim_);
+        key_scales_across_.resize(source_.kv_heads() * 2 * dim_);
+        value_scales_across_.resize(source_.kv_heads() * 2 * value_dim_);
+      }
     } else if (!in_place_) {
       want_rows(key_rows_, kTile * apart(dim_), source_.dim());
     }
@@ -262,7 +269,7 @@ class Worker {
       if (!Source::kValuesAreKeys) want_rows(tile_values_, kMostKeys * value_dim_ / 2, source_.value_dim());
     } else if (narrow_) {
       narrow_values_.want(kNarrowKeys * value_dim_ / 2);
-      narrow_weights_.want(2 * kNarrowKeys * kFewRows);
+      narrow_weights_.want(std::max(2 * kNarrowKeys, value_dim_) * kFewRows);
     } else if (!in_place_ && !Source::kValuesAreKeys) {
       want_rows(value_rows_, kTile * apart(value_dim_), source_.value_dim());
     }
@@ -279,7 +286,9 @@ class Worker {
       if (narrow_) std::memset(static_cast<void*>(rows), 0, width_ * dim_ * sizeof(T));
       for (int64_t row = 0; paired_ && row < task_->rows(); ++row)
         source_.load_query(token(row), query_head(head, row), rows + row * dim_);
-      if (narrow_) pack_narrow_queries(rows, width_, dim_, reinterpret_cast<T*>(queries));
+      T* packed = reinterpret_cast<T*>(queries);
+      if (narrow_)
+        nibbles_ ? pack_shared_queries(rows, width_, dim_, packed) : pack_narrow_queries(rows, width_, dim_, packed);
     }
     for (int64_t row = 0; !paired_ && row < task_->rows(); ++row) {
       source_.load_query(token(row), query_head(head, row), row_.data());
@@ -486,6 +495,7 @@ class Worker {
 
 #if defined(__AVX512BF16__)
   using Scope = TileScope;
+  TileShapes tile_shapes() const { return {tiled_ ? kSide : width_, nibbles_}; }
 
   // Keys of a tile: where many strips multiply in AMX's tiles, so many that sums are seldom loaded, else so few that
   // packed values stay in L1.
@@ -589,15 +599,38 @@ class Worker {
     const bool last = head + 1 == task_->heads;
     last ? want_narrow(next, 0) : want_narrow(keys, head + 1);
     const int64_t first = next.count * head / task_->heads, end = next.count * (head + 1) / task_->heads;
-    source_.keys().prefetch_factors(next, first, end);
-    if (weighs_) source_.values().prefetch_factors(next, first, end);
-    const NarrowRows rows = find_narrow(source_.keys(), keys, keys.key, head, as_bf16(narrow_keys_));
-    ready_due();
-    score_narrow(rows, dim_, as_bf16(queries_ + head * width_ * dim_), width_, scores_, next_rows_);
+    source_.keys().prefetch_scales(next, first, end);
+    if (weighs_) source_.values().prefetch_scales(next, first, end);
+    nibbles_ ? score_nibbles(keys, head) : score_numbers(keys, head);
     weigh_due();
     if (!source_.keys().has_factor()) return;
     load_narrow_factors(source_.keys(), keys, head);
     with_narrow(width_, [&](auto width) { multiply_narrow<width>(scores_, factors_); });
+  }
+
+  // Rows of numbers, or of codes with one scale.
+  void score_numbers(const Keys& keys, int64_t head) {
+    const NarrowRows rows = find_narrow(source_.keys(), keys, keys.key, head, as_bf16(narrow_keys_));
+    ready_due();
+    score_narrow(rows, dim_, as_bf16(queries_ + head * width_ * dim_), width_, scores_, next_rows_);
+  }
+
+  // Rows of codes whose dims share scales. Those of all heads change places at once.
+  void score_nibbles(const Keys& keys, int64_t head) {
+    const bf16* queries = as_bf16(queries_ + head * width_ * dim_);
+    if (head == 0) {
+      source_.keys().load_scales_across(keys, task_->first_head, task_->heads, key_scales_across_.data());
+      keep_tiles_awake();
+      if (weighs_)
+        source_.values().load_scales_across(keys, task_->first_head, task_->heads, value_scales_across_.data());
+    }
+    key_pieces(source_.keys().row(0, task_->first_head + head), keys.key, dim_, as_bf16(narrow_keys_));
+    multiply_pieces(as_bf16(narrow_keys_), dim_, queries, width_, products_, next_rows_);
+    ready_due();
+    with_narrow(width_, [&](auto width) {
+      source_.keys().with_scales_of(key_scales_across_.data() + head * 2 * dim_,
+                                    [&](const auto* scales) { add_products<width>(products_, scales, dim_, scores_); });
+    });
   }
 
   void load_narrow_factors(const CachedRows<T>& rows, const Keys& keys, int64_t head) {
@@ -626,8 +659,15 @@ class Worker {
     due_keys_ = &keys;
     const int64_t row = head * state_width();
     const auto soften = [&](auto width, const auto& factor) {
+      NarrowWeights<width> weights;
       soften_narrow<width>(scores_, keys.count, scales_later_ ? rule_.scale : 1.0f, kSlack, factor, peak_ + row,
-                           total_ + row, decay_, narrow_weights_);
+                           total_ + row, decay_, weights);
+      if (nibbles_) {
+        return source_.values().with_scales_of(
+            value_scales_across_.data() + head * 2 * value_dim_,
+            [&](const auto* scales) { scale_weights<width>(weights, scales, value_dim_, as_bf16(narrow_weights_)); });
+      }
+      place_beside<width>(weights, narrow_weights_);
     };
     with_narrow(width_, [&](auto width) {
       if (!source_.values().has_factor()) return soften(width, [](Vec weights, int) { return weights; });
@@ -639,6 +679,10 @@ class Worker {
   // The values of the head before, if any.
   void ready_due() {
     if (due_head_ < 0) return;
+    if (nibbles_) {
+      const char* first = source_.values().row(0, task_->first_head + due_head_);
+      return value_pieces(first, due_keys_->value, value_dim_, as_bf16(narrow_values_));
+    }
     due_values_ = find_narrow(source_.values(), *due_keys_, due_keys_->value, due_head_, as_bf16(narrow_values_));
   }
 
@@ -649,8 +693,12 @@ class Worker {
 
   void weigh_due() {
     if (due_head_ < 0) return;
-    weigh_narrow(narrow_weights_, width_, due_values_, groups_of(*due_keys_), value_dim_, decay_,
-                 sums_ + due_head_ * width_ * value_dim_, next_rows_);
+    float* sums = sums_ + due_head_ * width_ * value_dim_;
+    if (nibbles_) {
+      weigh_pieces(as_bf16(narrow_weights_), width_, as_bf16(narrow_values_), value_dim_, decay_, sums, next_rows_);
+    } else {
+      weigh_narrow(narrow_weights_, width_, due_values_, groups_of(*due_keys_), value_dim_, decay_, sums, next_rows_);
+    }
     due_head_ = -1;
   }
 
@@ -758,6 +806,7 @@ class Worker {
   }
 
   void read_tiles(const float* sums, int64_t row) {
+    if (nibbles_) return unpack_pieces(sums + row * kSide, width_, value_dim_, row_);
     if (beside_ || narrow_) return unpack_beside(sums + row * kSide, width_, value_dim_, row_);
     unpack_sums(sums + row / kSide * kSide * value_dim_ + row % kSide * kSide, value_dim_, row_);
   }
@@ -780,7 +829,8 @@ class Worker {
     });
   }
 #else
-  using Scope = int64_t;
+  using Scope = int;
+  int tile_shapes() const { return 0; }
   int64_t keys_at_once() const { return kTile; }
   void start_tiled(int64_t) {}
   int64_t steps_of(int64_t) const { return 1; }
@@ -891,7 +941,8 @@ class Worker {
   Floats key_scales_, value_scales_, factors_;  // of a tile's rows
   RowBuffer key_buffer_, value_buffer_;
   Floats tile_keys_, tile_values_, packed_values_, packed_weights_, rotary_scores_;
-  Floats narrow_keys_, narrow_values_, narrow_weights_;
+  Floats narrow_keys_, narrow_values_, narrow_weights_, products_;
+  std::vector<uint8_t> key_scales_across_, value_scales_across_;
 #if defined(__AVX512BF16__)
   KeyTiles tiles_;
   NextRows next_rows_;
@@ -910,6 +961,7 @@ class Worker {
   bool in_place_ = false, tiled_ = false, rows_in_lanes_ = false;
   bool paired_ = false;        // in place, in products of bfloat16
   bool narrow_ = false;        // and those in tiles
+  bool nibbles_ = false;       // of codes of 4 bits whose scales are left out
   bool beside_ = false;        // one strip of rows in tiles, whose values are not packed
   bool weighs_ = false;        // values are added up, not scores alone made
   bool scales_later_ = false;  // scores are multiplied with the scale as they become weights

@@ -55,6 +55,62 @@ void CachedCodes::load_scales(const Keys& keys, int64_t head, float* out) const 
   scales_->decode_bytes(bytes, keys.count * count, out);
 }
 
+namespace {
+
+constexpr int64_t kGroups = 8;  // whose scales change places at once
+
+// Of two times kGroups rows of kGroups bytes: columns become rows.
+void turn(const uint8_t (&rows)[kLanes][kGroups], uint8_t (&turned)[kGroups][kLanes]) {
+#if defined(__AVX512VBMI__)
+  static_assert(kLanes == 2 * kGroups);
+  struct Order {
+    alignas(kLine) uint8_t at[kGroups][kLanes];
+    constexpr Order() : at() {
+      for (int group = 0; group < kGroups; ++group) {
+        for (int row = 0; row < kLanes; ++row) at[group][row] = static_cast<uint8_t>(row * kGroups + group);
+      }
+    }
+  };
+  static constexpr Order kOrder;
+  const __m512i first = _mm512_loadu_si512(rows), second = _mm512_loadu_si512(rows + kGroups);
+  for (int i = 0; i < kGroups; i += kGroups / 2)
+    _mm512_storeu_si512(turned[i], _mm512_permutex2var_epi8(first, _mm512_load_si512(kOrder.at[i]), second));
+#else
+  for (int64_t row = 0; row < kLanes; ++row) {
+    for (int64_t group = 0; group < kGroups; ++group) turned[group][row] = rows[row][group];
+  }
+#endif
+}
+
+}  // namespace
+
+void CachedCodes::load_scales_across(const Keys& keys, int64_t first_head, int64_t heads, uint8_t* out) const {
+  const int64_t groups = scales_->count(), times = scales_->span() / kLanes;
+  const uint8_t* from[2 * kLanes];
+  for (int64_t n = 0; n < keys.count; ++n)
+    from[n] = scales_->bytes_at(scales_->offset(keys.block[n], keys.slot[n], first_head));
+  const int64_t of_head = scales_->offset(0, 0, 1);
+  for (int64_t head = 0; head < heads; ++head) {
+    for (int64_t n = 0; n < 2 * kLanes; n += kLanes) {
+      const int64_t count = std::clamp<int64_t>(keys.count - n, 0, kLanes);
+      for (int64_t group = 0; group < groups; group += kGroups) {
+        alignas(kLine) uint8_t rows[kLanes][kGroups], turned[kGroups][kLanes];
+        if (count < kLanes) std::memset(rows, 0, sizeof rows);
+        const int64_t here = std::min(kGroups, groups - group), at = head * of_head + group;
+        if (here == kGroups) {
+          for (int64_t row = 0; row < count; ++row) std::memcpy(rows[row], from[n + row] + at, kGroups);
+        } else {
+          for (int64_t row = 0; row < count; ++row) std::memcpy(rows[row], from[n + row] + at, here);
+        }
+        turn(rows, turned);
+        for (int64_t i = 0; i < here; ++i) {
+          for (int64_t time = 0; time < times; ++time, out += kLanes) std::memcpy(out, turned[i], kLanes);
+        }
+      }
+    }
+  }
+}
+
 void CachedCodes::read_scales(int64_t block, int64_t slot, int64_t head, RowBuffer& buffer) const {
   const int64_t offset = scales_->offset(block, slot, head);
   if (offset == buffer.offset) return;

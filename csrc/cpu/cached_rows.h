@@ -99,9 +99,9 @@ class CachedCodes {
   bool has_factor() const { return format_ && factored() && (format_->per != Per::group || format_->global_scale); }
   void load_factors(const Keys& keys, int64_t head, float* out) const;
 
-  // Asks for those of keys [first, last), if each has its own.
-  void prefetch_factors(const Keys& keys, int64_t first, int64_t last) const {
-    if (!has_factor() || grouped() || format_->is_static()) return;
+  // Asks for the scales of keys [first, last), if each has its own.
+  void prefetch_scales(const Keys& keys, int64_t first, int64_t last) const {
+    if (!format_ || format_->is_static()) return;
     for (int64_t n = first; n < last; ++n) scales_->prefetch(keys.block[n], keys.slot[n]);
   }
 
@@ -111,6 +111,20 @@ class CachedCodes {
 
   // The scales of the groups of a tile's rows: `out` has room for kTile rows and kLanes more.
   void load_scales(const Keys& keys, int64_t head, float* out) const;
+
+  // Whether rows in place are codes of 4 bits whose groups have bytes as scales, one after the other,
+  bool nibbles() const { return grouped() && format_->storage == ScalarType::Byte && scales_->bytes_at(0); }
+
+  // and those bytes of up to 2 kLanes rows, for each kLanes dims: [heads, 2, size / kLanes, kLanes rows], 0 where no
+  // row is.
+  void load_scales_across(const Keys& keys, int64_t first_head, int64_t heads, uint8_t* out) const;
+
+  // function(bytes) of their type.
+  template <class F>
+  void with_scales_of(const uint8_t* bytes, F&& function) const {
+    if (format_->scale_dtype == ScalarType::Byte) return function(reinterpret_cast<const e8m0*>(bytes));
+    function(reinterpret_cast<const e4m3*>(bytes));
+  }
 
  protected:
   // The row of codes at `offset`; `block`, `slot` and `head` say whose scales it has.

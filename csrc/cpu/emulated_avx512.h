@@ -236,6 +236,13 @@ inline __m512i _mm512_maskz_srli_epi16(__mmask32 mask, __m512i a, unsigned count
   return some_of<__m512i, uint16_t>(mask, [&](int64_t i) { return count < 16 ? lane<uint16_t>(a, i) >> count : 0; });
 }
 
+inline __m512i _mm512_maskz_srlv_epi16(__mmask32 mask, __m512i a, __m512i count) {
+  return some_of<__m512i, uint16_t>(mask, [&](int64_t i) {
+    const uint16_t bits = lane<uint16_t>(count, i);
+    return bits < 16 ? lane<uint16_t>(a, i) >> bits : 0;
+  });
+}
+
 // Bit 4 * a + 2 * b + c of the table for each bit of the three.
 inline __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table) {
   __m512i found = {};
@@ -405,6 +412,15 @@ inline __m512 _mm512_maskz_shuffle_f32x4(__mmask16 mask, __m512 a, __m512 b, int
 
 inline __m512i _mm512_maskz_shuffle_i32x4(__mmask16 mask, __m512i a, __m512i b, int order) {
   return (__m512i)_mm512_maskz_shuffle_f32x4(mask, (__m512)a, (__m512)b, order);
+}
+
+inline __m512 _mm512_maskz_broadcast_f32x4(__mmask16 mask, __m128 from) {
+  return some_of<__m512, float>(mask, [&](int64_t i) { return lane<float>(from, i % 4); });
+}
+
+inline __m512 _mm512_maskz_insertf32x4(__mmask16 mask, __m512 a, __m128 b, int at) {
+  return some_of<__m512, float>(mask,
+                                [&](int64_t i) { return i / 4 == at ? lane<float>(b, i % 4) : lane<float>(a, i); });
 }
 
 // Within each 128 bits, four lanes in any order.

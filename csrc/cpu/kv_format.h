@@ -192,7 +192,8 @@ class Scales {
 
   // Asks for the line that has the first head's.
   void prefetch(int64_t block, int64_t token) const {
-    __builtin_prefetch(data_ + offset(block, token, 0) * static_cast<int64_t>(sizeof(float)));
+    const int64_t bytes = dtype_ == ScalarType::Float ? 4 : dtype_ == ScalarType::Half ? 2 : 1;
+    __builtin_prefetch(data_ + offset(block, token, 0) * bytes);
   }
 
   // Store the scales of a row: numbers of their dtype that follow each other, and the minimums that come with them.

@@ -134,6 +134,27 @@ def test_every_format_and_instruction_set_equals_the_reference(wanted: str) -> N
     run_on_isa(wanted, f"from tests.cpu.test_quantized_attention import check_this_isa; check_this_isa({wanted!r})")
 
 
+SHARED = [("nvfp4", 32), ("mxfp4", 64), ("fp4_e2m1", 96), ("fp4_e2m1:64", 128), ("mxfp4/nvfp4", 192), ("fp4_e2m1", 256)]
+
+
+@pytest.mark.parametrize(("kv_format", "dim"), SHARED)
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16])
+def test_each_scale_multiplies_the_codes_that_share_it(kv_format: str, dim: int, group: int) -> None:
+    """For any number of query heads a kv head, dims a scale and rows of a dim, also where a scale is NaN."""
+    args = quantized(
+        "paged_attention", kv_format, torch.bfloat16, heads=2 * group, kv_heads=2, dim=dim, block_size=16,
+        q_lens=[1, 1, 2, 1, 1], seq_lens=[1, 15, 17, 48, 333],
+    )  # fmt: skip
+    assert_reference("paged_attention", args, "scales as they are")
+    block, slot = args["block_table"][4, 10], 9
+    args["v_scale_cache"].view(torch.uint8)[block, slot, 1, -1] = 0xFF
+    out = kernel("paged_attention", args)["output 0"]
+    assert 0 < out[5, group:].isnan().sum() < group * dim, "one scale spoils its dims only"
+    assert_reference("paged_attention", args, "a value's scale is NaN")
+    args["k_scale_cache"].view(torch.uint8)[block, slot, 0, 0] = 0xFF
+    assert_reference("paged_attention", args, "a key's scale is NaN")
+
+
 HELD = """
 import resource
 import torch
