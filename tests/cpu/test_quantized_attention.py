@@ -73,6 +73,7 @@ def quantized(name: str, kv_format: str, dtype: torch.dtype = torch.float32, **s
 
 def kernel(name: str, args: dict[str, Any]) -> dict[str, Tensor]:
     """What the native kernel gives back and writes, past the dispatcher."""
+    assert native.library("cpu").reason is None
     args = copy_arguments(args)
     values = {
         key: takes.scale_bytes(value) if key.endswith("_scale_cache") else value
