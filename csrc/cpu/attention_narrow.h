@@ -65,12 +65,6 @@ class NextRows {
     for (due_ += kSide; due_ >= steps_ && row_ < rows_; due_ -= steps_, ++row_) {
       const char* first[] = {keys_ + tile_->key[row_], values_ + tile_->value[row_], keys_ + tile_->key[kSide + row_],
                              values_ + tile_->value[kSide + row_]};
-      if (row_bytes_ <= kShort) {  // those of a head leave room in L1
-        for (const char* row : first) __builtin_prefetch(row, 0, 3);
-        if (row_bytes_ > kLine)
-          for (const char* row : first) __builtin_prefetch(row + kLine, 0, 3);
-        continue;
-      }
       for (int64_t at = 0; at < row_bytes_; at += kLine) {
         for (const char* row : first) __builtin_prefetch(row + at, 0, 2);
       }
@@ -78,8 +72,6 @@ class NextRows {
   }
 
  private:
-  static constexpr int64_t kShort = 2 * kLine;
-
   const char *keys_ = nullptr, *values_ = nullptr;
   const Keys* tile_ = nullptr;
   int64_t row_bytes_ = 0, rows_ = 0, row_ = 0;

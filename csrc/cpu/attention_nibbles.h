@@ -34,7 +34,7 @@ inline __m512i halves_of_nibbles(__m512i codes) {
   return _mm512_maskz_permutexvar_epi16(~0u, codes, _mm512_load_si512(kHalvesOfNibbles.bits));
 }
 
-// Where the dims of a piece go: its 4 bytes hold 8 dims, of which the first 4 lie beside the last 4.
+// Where the dims of a piece go: each 4 bytes of it hold 8 dims, of which the first 4 lie beside the last 4.
 struct OrderOfPiece {
   alignas(64) uint16_t dim[kDepth] = {};
   constexpr OrderOfPiece() {

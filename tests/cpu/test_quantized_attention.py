@@ -141,7 +141,7 @@ SHARED = [("nvfp4", 32), ("mxfp4", 64), ("fp4_e2m1", 96), ("fp4_e2m1:64", 128), 
 @pytest.mark.parametrize(("kv_format", "dim"), SHARED)
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16])
 def test_each_scale_multiplies_the_codes_that_share_it(kv_format: str, dim: int, group: int) -> None:
-    """For any number of query heads a kv head, dims a scale and rows of a dim, also where a scale is NaN."""
+    """For any number of query heads a kv head, dims of a row and dims a scale, also where a scale is NaN."""
     args = quantized(
         "paged_attention", kv_format, torch.bfloat16, heads=2 * group, kv_heads=2, dim=dim, block_size=16,
         q_lens=[1, 1, 2, 1, 1], seq_lens=[1, 15, 17, 48, 333],
