@@ -52,7 +52,7 @@ COMMON_FLAGS = [
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 FOR_BF16 = re.compile("^KVBACKEND_(REGISTER|PART)_BF16", re.MULTILINE)  # in the files that are compiled for it
-BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"]
+BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mgfni", "-mamx-tile", "-mamx-bf16"]
 # For tests only (ci/emulated.sh): "tiles" puts AMX's tiles into memory, "avx512" does all of AVX-512 without it.
 EMULATED = os.environ.get("KVBACKEND_EMULATE", "")
 if EMULATED not in ("", "tiles", "avx512"):

@@ -24,6 +24,7 @@ py::dict cpu_features() {
   features["avx512_bf16"] = cpu.avx512_bf16;
   features["avx512_vbmi"] = cpu.avx512_vbmi;
   features["avx512_fp16"] = cpu.avx512_fp16;
+  features["gfni"] = cpu.gfni;
   features["amx_bf16"] = cpu.amx_bf16;
   features["amx_int8"] = cpu.amx_int8;
   return features;

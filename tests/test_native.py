@@ -112,7 +112,7 @@ def test_build_facts() -> None:
     assert facts["build"]["torch"].startswith("2.")
     assert facts["build"]["torch_target"] == ".".join(map(str, native.MIN_TORCH))
     listed = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
-    for feature in ("avx2", "avx512_bf16", "avx512_vbmi", "avx512_fp16", "amx_bf16", "amx_int8"):
+    for feature in ("avx2", "avx512_bf16", "avx512_vbmi", "avx512_fp16", "gfni", "amx_bf16", "amx_int8"):
         flag = feature.replace("_vbmi", "vbmi")  # as Linux spells it
         assert facts["cpu_features"][feature] == (flag in listed), feature
 

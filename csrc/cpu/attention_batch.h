@@ -93,6 +93,11 @@ inline std::vector<Sequence> read_batch(const Pages& pages, const Tensor& seq_le
 
 // ------------------------------------------------------------------------------------------------------- the pieces
 
+// Where the rows of a tile's keys are in one cache, and the scales of each (cached_rows.h): those of kv head 0.
+struct Places {
+  int64_t row[kMostKeys], scale[kMostKeys];
+};
+
 // The keys of a tile: those that exist, so fewer than were asked for where blocks are missing.
 struct Keys {
   static constexpr int64_t kRun = 16;
@@ -100,15 +105,16 @@ struct Keys {
   int64_t count = 0;
   int64_t lowest, highest;                                                           // position
   int64_t index[kMostKeys], block[kMostKeys], slot[kMostKeys], position[kMostKeys];  // index within the sequence
-  int64_t key[kMostKeys] = {}, value[kMostKeys] = {};  // offsets of their rows, at kv head 0; the source's own
+  Places key, value;                                                                 // the source's own
 
   bool runs[kMostKeys / kRun];  // which keys, kRun at a time, lie side by side in a block
 
   void look_for_runs() {
     for (int64_t n = 0; n < count; n += kRun) {
-      bool together = n + kRun <= count;
-      for (int64_t k = 1; together && k < kRun; ++k) together = block[n + k] == block[n] && slot[n + k] == slot[n] + k;
-      runs[n / kRun] = together;
+      int64_t apart = 0;  // not as soon as it is known: so they are compared some at a time
+      for (int64_t k = 0; k < std::min(kRun, count - n); ++k)
+        apart |= (block[n + k] - block[n]) | (slot[n + k] - slot[n] - k);
+      runs[n / kRun] = n + kRun <= count && !apart;
     }
   }
 };

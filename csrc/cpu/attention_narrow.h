@@ -19,11 +19,29 @@ struct NarrowRows {
   int64_t row_bytes[2];
 };
 
-// Queries [width, dim] as B tiles, one for each kDepth dims.
-inline void pack_narrow_queries(const bf16* queries, int64_t width, int64_t dim, bf16* out) {
-  for (int64_t pair = 0; pair < dim; pair += 2) {
-    for (int64_t row = 0; row < width; ++row, out += 2) std::copy_n(queries + row * dim + pair, 2, out);
+// Whose dims copy_halves leaves in the order in which to_halves has them.
+template <class E>
+constexpr bool kTurned = std::is_same_v<E, e4m3> || std::is_same_v<E, int8_t>;
+
+// function(at, turned): kTogether dims that lie at `at` in a row, and where they do once it is turned.
+template <class F>
+void each_turned(int64_t dims, F&& function) {
+  for (int64_t d = 0; d < dims; d += kTogether) {
+    const int64_t place = d % kCodesAtOnce / kTogether, places = kCodesAtOnce / kTogether;
+    const bool whole = d - d % kCodesAtOnce + kCodesAtOnce <= dims;
+    const int64_t turned = place % 2 * places / 2 + place / 2;
+    function(d, whole ? d + (turned - place) * kTogether : d);
   }
+}
+
+// Queries [width, dim] as B tiles, one for each kDepth dims.
+inline void pack_narrow_queries(const bf16* queries, int64_t width, int64_t dim, bool turned, bf16* out) {
+  each_turned(dim, [&](int64_t d, int64_t turned_d) {
+    for (int64_t pair = 0; pair < kTogether; pair += 2) {
+      bf16* to = out + ((turned ? turned_d : d) + pair) * width;
+      for (int64_t row = 0; row < width; ++row) std::memcpy(to + 2 * row, queries + row * dim + d + pair, 4);
+    }
+  });
 }
 
 template <class Ahead>
@@ -44,18 +62,23 @@ void score_narrow(const NarrowRows& keys, int64_t dims, const bf16* queries, int
   tile_store<1>(scores + kSide * width, row_bytes);
 }
 
+// A row of numbers that is turned, in the order of its dims.
+inline void turn_back(float* row, int64_t dims) {
+  float codes[kCodesAtOnce];
+  for (int64_t d = 0; d + kCodesAtOnce <= dims; d += kCodesAtOnce, row += kCodesAtOnce) {
+    std::copy_n(row, kCodesAtOnce, codes);
+    each_turned(kCodesAtOnce, [&](int64_t at, int64_t turned) { std::copy_n(codes + turned, kTogether, row + at); });
+  }
+}
+
 // The rows of a kv head that come next: of its keys and values the first half and the second side by side, a line of
 // each at a time, as evenly as the work on others goes. A core reads four streams faster than one.
 class NextRows {
  public:
   NextRows() = default;
-  NextRows(const char* keys, const char* values, const Keys& tile, int64_t row_bytes, int64_t steps)
-      : keys_(keys),
-        values_(values),
-        tile_(&tile),
-        row_bytes_(row_bytes),
-        rows_(tile.count ? kSide : 0),
-        steps_(steps) {}
+  NextRows(const char* keys, const Places& key, const char* values, const Places& value, int64_t row_bytes,
+           int64_t steps)
+      : keys_(keys), values_(values), key_(&key), value_(&value), row_bytes_(row_bytes), rows_(kSide), steps_(steps) {}
 
   void finish() {
     for (int64_t n = 0; n < steps_; ++n) step();
@@ -63,8 +86,9 @@ class NextRows {
 
   void step() {
     for (due_ += kSide; due_ >= steps_ && row_ < rows_; due_ -= steps_, ++row_) {
-      const char* first[] = {keys_ + tile_->key[row_], values_ + tile_->value[row_], keys_ + tile_->key[kSide + row_],
-                             values_ + tile_->value[kSide + row_]};
+      const auto key = [&](int64_t row) { return keys_ + key_->row[row]; };
+      const auto value = [&](int64_t row) { return values_ + value_->row[row]; };
+      const char* first[] = {key(row_), value(row_), key(kSide + row_), value(kSide + row_)};
       for (int64_t at = 0; at < row_bytes_; at += kLine) {
         for (const char* row : first) __builtin_prefetch(row + at, 0, 2);
       }
@@ -73,7 +97,7 @@ class NextRows {
 
  private:
   const char *keys_ = nullptr, *values_ = nullptr;
-  const Keys* tile_ = nullptr;
+  const Places *key_ = nullptr, *value_ = nullptr;
   int64_t row_bytes_ = 0, rows_ = 0, row_ = 0;
   int64_t steps_ = 1, due_ = 0;
 };
@@ -204,24 +228,24 @@ template <int W>
   for (int i = 0; i < W; ++i) store_beside((Vec)row[i], out + i * kSide, W);
 }
 
-// Rows at these offsets as bfloat16, one after the other.
-template <class E>
-void copy_halves(const char* first, const int64_t* offsets, int64_t count, int64_t dims, bf16* out) {
+// Rows at these offsets as bfloat16, one after the other, turned if kTurned.
+template <class E, class Ahead>
+void copy_halves(const char* first, const int64_t* offsets, int64_t count, int64_t dims, bf16* out, Ahead& ahead) {
+  const int64_t at_once = kTurned<E> ? dims / kCodesAtOnce * kCodesAtOnce : 0;
+  std::conditional_t<kTurned<E>, FindBytes<E>, int> find_bytes{};
   for (int64_t n = 0; n < count; ++n) {
     const E* row = reinterpret_cast<const E*>(first + offsets[n]);
-    int64_t d = 0;
-#if defined(__AVX512VBMI__)
-    if constexpr (std::is_same_v<E, e4m3> || std::is_same_v<E, int8_t>) {
-#pragma GCC unroll 2
-      for (; d + 2 * kPair <= dims; d += 2 * kPair, out += 2 * kPair) {
+    if constexpr (kTurned<E>) {
+      for (int64_t d = 0; d < at_once; d += kCodesAtOnce, out += kCodesAtOnce) {
         __m512i low, high;
-        to_halves<E>(load_codes(row + d), low, high);
+        to_halves(row + d, find_bytes, low, high);
         _mm512_storeu_si512(out, low);
         _mm512_storeu_si512(out + kPair, high);
       }
     }
-#endif
-    for (; d < dims; d += kPair, out += kPair) _mm512_storeu_si512(out, (__m512i)load_halves(row + d / kPerByte<E>));
+    for (int64_t d = at_once; d < dims; d += kPair, out += kPair)
+      _mm512_storeu_si512(out, (__m512i)load_halves(row + d / kPerByte<E>));
+    ahead.step();
   }
 }
 

@@ -79,7 +79,8 @@ inline void load_pieces(const char* first, const int64_t* offsets, Vec (&out)[4]
 }
 
 // Rows of codes of kNarrowKeys keys as B tiles [2, dims / 32], whose columns are 16 keys.
-inline void key_pieces(const char* first, const int64_t* offsets, int64_t dims, bf16* out) {
+template <class Ahead>
+void key_pieces(const char* first, const int64_t* offsets, int64_t dims, bf16* out, Ahead& ahead) {
   for (int64_t n = 0; n < kNarrowKeys; n += kSide) {
     for (int64_t at = 0; at < dims / 2; at += kPieceBytes) {
       Vec codes[4];
@@ -91,13 +92,15 @@ inline void key_pieces(const char* first, const int64_t* offsets, int64_t dims, 
         for (int nibble = 0; nibble < 4; ++nibble, out += kDepth)
           _mm512_storeu_si512(out, halves_of_nibbles(_mm512_maskz_srli_epi16(~0u, (__m512i)codes[i], 4 * nibble)));
       }
+      if (n) ahead.step();
     }
   }
 }
 
 // The same of values as B tiles [dims / 16], whose columns are the 16 dims that share a scale: each fourth of them side
 // by side.
-inline void value_pieces(const char* first, const int64_t* offsets, int64_t dims, bf16* out) {
+template <class Ahead>
+void value_pieces(const char* first, const int64_t* offsets, int64_t dims, bf16* out, Ahead& ahead) {
   constexpr int64_t k4 = 0x0004000400040004, k8 = 2 * k4, k12 = 3 * k4;
   const __m512i shifts = _mm512_setr_epi64(0, 0, k4, k4, k8, k8, k12, k12);
   const auto piece = [&](int64_t n) {
@@ -112,6 +115,7 @@ inline void value_pieces(const char* first, const int64_t* offsets, int64_t dims
       _mm512_storeu_si512(out + n * kSide, halves(_mm512_maskz_unpacklo_epi16(~0u, a, b)));
       _mm512_storeu_si512(out + kTileNumbers + n * kSide, halves(_mm512_maskz_unpackhi_epi16(~0u, a, b)));
     }
+    ahead.step();
   }
 }
 

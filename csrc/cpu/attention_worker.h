@@ -21,7 +21,8 @@
 //   bool stored();                                   keys are as the cache holds them, but for a factor
 //   void load_query(token, head, E* out);            E is float, or T
 //   void load_key(keys, n, head, RowBuffer&, E* out), load_value(..);   E is float, or exact_bf16
-//   void locate(Keys&, int64_t n);                   from key n's block and slot: where its rows are
+//   void locate(Keys&, int64_t n, int64_t count);    from key n's block and slot: where its rows are, and those of the
+//                                                    keys that follow it there
 //   bool in_order();                                 positions are indices within the sequence
 //   int64_t position(block, slot);                   where they are not
 //   StoredRows<T> part(keys, i);                     rows of keys, or the two parts of them, as a cache holds them
@@ -287,8 +288,11 @@ class Worker {
       for (int64_t row = 0; paired_ && row < task_->rows(); ++row)
         source_.load_query(token(row), query_head(head, row), rows + row * dim_);
       T* packed = reinterpret_cast<T*>(queries);
-      if (narrow_)
-        nibbles_ ? pack_shared_queries(rows, width_, dim_, packed) : pack_narrow_queries(rows, width_, dim_, packed);
+      if (nibbles_) {
+        pack_shared_queries(rows, width_, dim_, packed);
+      } else if (narrow_) {
+        pack_narrow_queries(rows, width_, dim_, turned(source_.keys()), packed);
+      }
     }
     for (int64_t row = 0; !paired_ && row < task_->rows(); ++row) {
       source_.load_query(token(row), query_head(head, row), row_.data());
@@ -307,31 +311,34 @@ class Worker {
     const int64_t index = sequence_->start + query;
     if (index < 0 || source_.in_order()) return index;
     int64_t own = 0;
-    pages_.visit(sequence_->index, index, index + 1,
-                 [&](int64_t, int64_t block, int64_t slot) { own = source_.position(block, slot); });
+    pages_.visit_runs(sequence_->index, index, index + 1,
+                      [&](int64_t, int64_t, int64_t block, int64_t slot) { own = source_.position(block, slot); });
     return own;
   }
 
   void locate(int64_t begin, int64_t size, Keys& keys) const {
     keys.count = 0;
-    keys.lowest = std::numeric_limits<int64_t>::max();
-    keys.highest = std::numeric_limits<int64_t>::min();
     const int64_t end = std::min(begin + size, task_->end);
-    pages_.visit(sequence_->index, begin, end, [&](int64_t index, int64_t block, int64_t slot) {
-      const int64_t n = keys.count++;
-      keys.index[n] = index;
-      keys.block[n] = block;
-      keys.slot[n] = slot;
-      keys.position[n] = source_.in_order() ? index : source_.position(block, slot);
-      keys.lowest = std::min(keys.lowest, keys.position[n]);
-      keys.highest = std::max(keys.highest, keys.position[n]);
-      source_.locate(keys, n);
+    pages_.visit_runs(sequence_->index, begin, end, [&](int64_t index, int64_t count, int64_t block, int64_t slot) {
+      const int64_t n = keys.count;
+      for (int64_t i = 0; i < count; ++i) {
+        keys.index[n + i] = keys.position[n + i] = index + i;
+        keys.block[n + i] = block;
+        keys.slot[n + i] = slot + i;
+      }
+      for (int64_t i = 0; !source_.in_order() && i < count; ++i)
+        keys.position[n + i] = source_.position(block, slot + i);
+      source_.locate(keys, n, count);
+      keys.count += count;
     });
     if (keys.count == 0) return;
-    const int64_t whole = round_up(keys.count, kNarrowKeys);  // are fetched
-    std::fill(keys.key + keys.count, keys.key + whole, keys.key[keys.count - 1]);
-    std::fill(keys.value + keys.count, keys.value + whole, keys.value[keys.count - 1]);
+    const auto [lowest, highest] = std::minmax_element(keys.position, keys.position + keys.count);
+    keys.lowest = *lowest, keys.highest = *highest;
     if (tiled_ || narrow_) keys.look_for_runs();
+    for (int64_t n = keys.count; narrow_ && n < round_up(keys.count, kNarrowKeys); ++n) {  // are fetched
+      keys.key.row[n] = keys.key.row[keys.count - 1];
+      keys.value.row[n] = keys.value.row[keys.count - 1];
+    }
   }
 
   // Queries are as they were given.
@@ -390,9 +397,9 @@ class Worker {
   }
 
   void score_in_place(const Keys& keys, int64_t head) {
-    with_rows(source_.keys(), keys, keys.key, head, key_scales_,
+    with_rows(source_.keys(), keys.key, keys.count, head, key_scales_,
               [&](const auto* rows, auto grouped, Groups groups) { score_rows<grouped>(keys, head, rows, groups); });
-    apply_factors(source_.keys(), keys, head);
+    apply_factors(source_.keys(), keys.key, keys.count, head);
   }
 
   template <bool kGrouped, class E>
@@ -423,8 +430,8 @@ class Worker {
   }
 
   void weigh_in_place(const Keys& keys, int64_t head) {
-    apply_factors(source_.values(), keys, head);
-    with_rows(source_.values(), keys, keys.value, head, value_scales_,
+    apply_factors(source_.values(), keys.value, keys.count, head);
+    with_rows(source_.values(), keys.value, keys.count, head, value_scales_,
               [&](const auto* rows, auto grouped, Groups groups) { weigh_rows<grouped>(keys, head, rows, groups); });
   }
 
@@ -451,7 +458,7 @@ class Worker {
 
   // function(rows, grouped, groups): a tile's rows where they lie, and the scales of their groups.
   template <class F>
-  void with_rows(const CachedRows<T>& rows, const Keys& keys, const int64_t* offsets, int64_t head, Floats& scales,
+  void with_rows(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head, Floats& scales,
                  F&& function) {
     head += task_->first_head;
     rows.with_type([&](auto zero) {
@@ -459,38 +466,38 @@ class Worker {
       if constexpr (!std::is_same_v<E, uint4x2>) {  // KIVI's codes are not read in place
         const E *row[kTile + kManySums], *last = nullptr;
         const char* first = rows.row(0, head);
-        for (int64_t n = 0; n < keys.count; ++n) row[n] = last = reinterpret_cast<const E*>(first + offsets[n]);
-        std::fill_n(row + keys.count, kManySums, last);
+        for (int64_t n = 0; n < count; ++n) row[n] = last = reinterpret_cast<const E*>(first + places.row[n]);
+        std::fill_n(row + count, kManySums, last);
         const auto with_groups = [&](const auto* row) {
           if constexpr (kMayHaveGroups<E>) {
-            if (rows.grouped()) return function(row, std::true_type{}, load_groups(rows, keys, head, scales));
+            if (rows.grouped()) return function(row, std::true_type{}, load_groups(rows, places, count, head, scales));
           }
           function(row, std::false_type{}, Groups{});
         };
         if constexpr (kHasFinite<E>) {
-          if (all_finite(row, keys.count, rows.size())) return with_groups(as_finite(row));
+          if (all_finite(row, count, rows.size())) return with_groups(as_finite(row));
         }
         with_groups(row);
       }
     });
   }
 
-  Groups load_groups(const CachedRows<T>& rows, const Keys& keys, int64_t head, Floats& scales) const {
-    const int64_t count = rows.size() / rows.span();
+  Groups load_groups(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head,
+                     Floats& scales) const {
     scales.want_zeros((kTile + kManySums) * std::max(dim_, value_dim_) / kLanes + kLanes);
-    rows.load_scales(keys, head, scales);
-    return {scales, count, __builtin_ctzll(rows.span())};
+    rows.load_scales(places, count, head, scales);
+    return {scales, rows.size() / rows.span(), __builtin_ctzll(rows.span())};
   }
 
   // Scores, or weights, times what was left out of the rows that they belong to.
-  void apply_factors(const CachedRows<T>& rows, const Keys& keys, int64_t head) {
+  void apply_factors(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head) {
     if (!rows.has_factor()) return;
-    load_factors(rows, keys, head);
-    multiply_keys(scores_, keys.count, width_, factors_);
+    load_factors(rows, places, count, head);
+    multiply_keys(scores_, count, width_, factors_);
   }
 
-  void load_factors(const CachedRows<T>& rows, const Keys& keys, int64_t head) {
-    rows.load_factors(keys, task_->first_head + head, factors_);
+  void load_factors(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head) {
+    rows.load_factors(places, count, task_->first_head + head, factors_);
   }
 
 #if defined(__AVX512BF16__)
@@ -566,9 +573,16 @@ class Worker {
     }
   }
 
+  // Whether find_narrow's copies are turned.
+  static bool turned(const CachedRows<T>& stored) {
+    bool turned = false;
+    stored.with_type([&](auto zero) { turned = kTurned<decltype(zero)>; });
+    return turned;
+  }
+
   // Rows of few keys: where they lie, else copies, which end in zeros.
   NarrowRows find_narrow(const CachedRows<T>& stored, const Keys& keys, const int64_t* offsets, int64_t head,
-                         bf16* copies) const {
+                         bf16* copies) {
     const char* first = stored.row(0, task_->first_head + head);
     NarrowRows found;
     for (int64_t group = 0; group < groups_of(keys); ++group) {
@@ -583,7 +597,7 @@ class Worker {
       keep_tiles_awake();
       stored.with_type([&](auto zero) {
         using E = decltype(zero);
-        if constexpr (!std::is_same_v<E, uint4x2>) copy_halves<E>(first, offsets + n, count, dims, to);
+        if constexpr (!std::is_same_v<E, uint4x2>) copy_halves<E>(first, offsets + n, count, dims, to, next_rows_);
       });
       clear_rows(to, count, dims);
       found.at[group] = to;
@@ -599,18 +613,18 @@ class Worker {
     const bool last = head + 1 == task_->heads;
     last ? want_narrow(next, 0) : want_narrow(keys, head + 1);
     const int64_t first = next.count * head / task_->heads, end = next.count * (head + 1) / task_->heads;
-    source_.keys().prefetch_scales(next, first, end);
-    if (weighs_) source_.values().prefetch_scales(next, first, end);
+    source_.keys().prefetch_scales(next.key, first, end);
+    if (weighs_) source_.values().prefetch_scales(next.value, first, end);
     nibbles_ ? score_nibbles(keys, head) : score_numbers(keys, head);
     weigh_due();
     if (!source_.keys().has_factor()) return;
-    load_narrow_factors(source_.keys(), keys, head);
+    load_narrow_factors(source_.keys(), keys.key, keys.count, head);
     with_narrow(width_, [&](auto width) { multiply_narrow<width>(scores_, factors_); });
   }
 
   // Rows of numbers, or of codes with one scale.
   void score_numbers(const Keys& keys, int64_t head) {
-    const NarrowRows rows = find_narrow(source_.keys(), keys, keys.key, head, as_bf16(narrow_keys_));
+    const NarrowRows rows = find_narrow(source_.keys(), keys, keys.key.row, head, as_bf16(narrow_keys_));
     ready_due();
     score_narrow(rows, dim_, as_bf16(queries_ + head * width_ * dim_), width_, scores_, next_rows_);
   }
@@ -619,12 +633,14 @@ class Worker {
   void score_nibbles(const Keys& keys, int64_t head) {
     const bf16* queries = as_bf16(queries_ + head * width_ * dim_);
     if (head == 0) {
-      source_.keys().load_scales_across(keys, task_->first_head, task_->heads, key_scales_across_.data());
+      source_.keys().load_scales_across(keys.key, keys.count, task_->first_head, task_->heads,
+                                        key_scales_across_.data());
       keep_tiles_awake();
       if (weighs_)
-        source_.values().load_scales_across(keys, task_->first_head, task_->heads, value_scales_across_.data());
+        source_.values().load_scales_across(keys.value, keys.count, task_->first_head, task_->heads,
+                                            value_scales_across_.data());
     }
-    key_pieces(source_.keys().row(0, task_->first_head + head), keys.key, dim_, as_bf16(narrow_keys_));
+    key_pieces(source_.keys().row(0, task_->first_head + head), keys.key.row, dim_, as_bf16(narrow_keys_), next_rows_);
     multiply_pieces(as_bf16(narrow_keys_), dim_, queries, width_, products_, next_rows_);
     ready_due();
     with_narrow(width_, [&](auto width) {
@@ -633,9 +649,9 @@ class Worker {
     });
   }
 
-  void load_narrow_factors(const CachedRows<T>& rows, const Keys& keys, int64_t head) {
-    load_factors(rows, keys, head);
-    std::fill(factors_ + keys.count, factors_ + kNarrowKeys, 0.0f);
+  void load_narrow_factors(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head) {
+    load_factors(rows, places, count, head);
+    std::fill(factors_ + count, factors_ + kNarrowKeys, 0.0f);
   }
 
   // Those of a task's first head.
@@ -644,13 +660,23 @@ class Worker {
     next_rows_.finish();
   }
 
+  // What the loops over keys, or values, of a head take.
+  static int64_t steps_of_narrow(const CachedRows<T>& rows, int64_t dims) {
+    return dims / kDepth + (rows.nibbles() ? dims / kDepth : rows.plain() ? 0 : kNarrowKeys);
+  }
+
   // The rows of the next head are fetched meanwhile.
   void want_narrow(const Keys& keys, int64_t head) {
     head += task_->first_head;
     const CachedRows<T>& values = weighs_ ? source_.values() : source_.keys();
-    next_rows_ = {source_.keys().row(0, head), values.row(0, head), keys,
+    next_rows_ = {};
+    if (keys.count == 0) return;
+    next_rows_ = {source_.keys().row(0, head),
+                  keys.key,
+                  values.row(0, head),
+                  weighs_ ? keys.value : keys.key,
                   std::max(source_.keys().row_bytes(), values.row_bytes()),
-                  dim_ / kDepth + (weighs_ ? value_dim_ / kDepth : 0)};
+                  steps_of_narrow(source_.keys(), dim_) + (weighs_ ? steps_of_narrow(values, value_dim_) : 0)};
   }
 
   // Weights of a head, whose values are weighed later.
@@ -671,7 +697,7 @@ class Worker {
     };
     with_narrow(width_, [&](auto width) {
       if (!source_.values().has_factor()) return soften(width, [](Vec weights, int) { return weights; });
-      load_narrow_factors(source_.values(), keys, head);
+      load_narrow_factors(source_.values(), keys.value, keys.count, head);
       soften(width, [&](Vec weights, int i) { return weights * repeat<width>(factors_ + i * kLanes / width); });
     });
   }
@@ -681,9 +707,9 @@ class Worker {
     if (due_head_ < 0) return;
     if (nibbles_) {
       const char* first = source_.values().row(0, task_->first_head + due_head_);
-      return value_pieces(first, due_keys_->value, value_dim_, as_bf16(narrow_values_));
+      return value_pieces(first, due_keys_->value.row, value_dim_, as_bf16(narrow_values_), next_rows_);
     }
-    due_values_ = find_narrow(source_.values(), *due_keys_, due_keys_->value, due_head_, as_bf16(narrow_values_));
+    due_values_ = find_narrow(source_.values(), *due_keys_, due_keys_->value.row, due_head_, as_bf16(narrow_values_));
   }
 
   void finish_due() {
@@ -721,23 +747,23 @@ class Worker {
     };
     if (tiles_.parts == 1 || !source_.keys().has_factor()) {
       score(0, tiles_.parts, scores_);
-      return multiply_strips(source_.keys(), keys, head);
+      return multiply_strips(keys, head);
     }
     // The factor is that of the latent only, and the scores of the rotary part come on top.
     rotary_scores_.want(kMostKeys * kRows);
     score(1, 2, rotary_scores_);
     score(0, 1, scores_);
-    multiply_strips(source_.keys(), keys, head);
+    multiply_strips(keys, head);
     strips([&](float* scores, int64_t, int64_t first) {
       const float* rotary = rotary_scores_ + first * kMostKeys;
       for (int64_t i = 0; i < keys.count * kSide; i += kLanes) store(scores + i, load(scores + i) + load(rotary + i));
     });
   }
 
-  // Scores, or weights, times what was left out of the rows that they belong to.
-  void multiply_strips(const CachedRows<T>& rows, const Keys& keys, int64_t head) {
-    if (!rows.has_factor()) return;
-    load_factors(rows, keys, head);
+  // Scores times what was left out of the keys.
+  void multiply_strips(const Keys& keys, int64_t head) {
+    if (!source_.keys().has_factor()) return;
+    load_factors(source_.keys(), keys.key, keys.count, head);
     strips([&](float* scores, int64_t width, int64_t) { multiply_keys(scores, keys.count, width, factors_); });
   }
 
@@ -745,7 +771,7 @@ class Worker {
   void soften_tiled(const Keys& keys, int64_t head) {
     const CachedRows<T>& values = Source::kValuesAreKeys ? source_.keys() : source_.values();
     if (values.has_factor()) {
-      load_factors(values, keys, head);
+      load_factors(values, Source::kValuesAreKeys ? keys.key : keys.value, keys.count, head);
       std::fill(factors_ + keys.count, factors_ + round_up(keys.count, kDepth), 0.0f);
       soften_strips(keys, head, [&](Vec weights, int64_t n) { return weights * factors_[n]; });
     } else {
@@ -789,7 +815,7 @@ class Worker {
       for (int64_t group = 0; group < groups_of(keys); ++group) {
         const int64_t n = group * kSide;
         if (source_.values().plain() && keys.runs[group]) {
-          const char* row = source_.values().row(keys.value[n], task_->first_head + head);
+          const char* row = source_.values().row(keys.value.row[n], task_->first_head + head);
           found.at[group] = reinterpret_cast<const bf16*>(row);
           found.row_bytes[group] = source_.values().slot_bytes();
           continue;
@@ -807,7 +833,9 @@ class Worker {
 
   void read_tiles(const float* sums, int64_t row) {
     if (nibbles_) return unpack_pieces(sums + row * kSide, width_, value_dim_, row_);
-    if (beside_ || narrow_) return unpack_beside(sums + row * kSide, width_, value_dim_, row_);
+    if (beside_ || narrow_) unpack_beside(sums + row * kSide, width_, value_dim_, row_);
+    if (narrow_ && value_dim_ > 0 && turned(source_.values())) turn_back(row_, value_dim_);
+    if (beside_ || narrow_) return;
     unpack_sums(sums + row / kSide * kSide * value_dim_ + row % kSide * kSide, value_dim_, row_);
   }
 

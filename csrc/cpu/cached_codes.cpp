@@ -34,25 +34,25 @@ CachedCodes::CachedCodes(const CacheArguments& given)
   global_ = global_scale_of(*format_, given.scale, given.scale_name);
 }
 
-void CachedCodes::load_factors(const Keys& keys, int64_t head, float* out) const {
-  if (grouped()) return void(std::fill_n(out, keys.count, global_));
-  scales_->read_floats(keys.block, keys.slot, keys.count, head, out);
+void CachedCodes::load_factors(const Places& places, int64_t count, int64_t head, float* out) const {
+  if (grouped()) return void(std::fill_n(out, count, global_));
+  scales_->read_floats(places.scale, count, head, out);
 }
 
-void CachedCodes::load_scales(const Keys& keys, int64_t head, float* out) const {
+void CachedCodes::load_scales(const Places& places, int64_t count, int64_t head, float* out) const {
   constexpr int64_t kBytes = 32;  // of a row's scales: 512 channels in groups of 16
-  const int64_t count = scales_->count();
-  const auto offset = [&](int64_t n) { return scales_->offset(keys.block[n], keys.slot[n], head); };
-  if (count > kBytes || !scales_->bytes_at(offset(0))) {
-    for (int64_t n = 0; n < keys.count; ++n) scales_->read(offset(n), out + n * count, nullptr);
+  const int64_t size = scales_->count(), of_head = scales_->of_head(head);
+  if (size > kBytes || !scales_->bytes_at(of_head)) {
+    for (int64_t n = 0; n < count; ++n) scales_->read(places.scale[n] + of_head, out + n * size, nullptr);
     return;
   }
   uint8_t bytes[kTile * kBytes + kLanes] = {};
-  for (int64_t n = 0; n < keys.count; ++n) {
-    const uint8_t* from = scales_->bytes_at(offset(n));
-    count == 8 ? std::memcpy(bytes + n * 8, from, 8) : std::memcpy(bytes + n * count, from, count);
+  const uint8_t* first = scales_->bytes_at(of_head);
+  for (int64_t n = 0; n < count; ++n) {
+    const uint8_t* from = first + places.scale[n];
+    size == 8 ? std::memcpy(bytes + n * 8, from, 8) : std::memcpy(bytes + n * size, from, size);
   }
-  scales_->decode_bytes(bytes, keys.count * count, out);
+  scales_->decode_bytes(bytes, count * size, out);
 }
 
 namespace {
@@ -84,23 +84,22 @@ void turn(const uint8_t (&rows)[kLanes][kGroups], uint8_t (&turned)[kGroups][kLa
 
 }  // namespace
 
-void CachedCodes::load_scales_across(const Keys& keys, int64_t first_head, int64_t heads, uint8_t* out) const {
+void CachedCodes::load_scales_across(const Places& places, int64_t count, int64_t first_head, int64_t heads,
+                                     uint8_t* out) const {
   const int64_t groups = scales_->count(), times = scales_->span() / kLanes;
-  const uint8_t* from[2 * kLanes];
-  for (int64_t n = 0; n < keys.count; ++n)
-    from[n] = scales_->bytes_at(scales_->offset(keys.block[n], keys.slot[n], first_head));
-  const int64_t of_head = scales_->offset(0, 0, 1);
-  for (int64_t head = 0; head < heads; ++head) {
+  for (int64_t head = first_head; head < first_head + heads; ++head) {
+    const uint8_t* first = scales_->bytes_at(scales_->of_head(head));
     for (int64_t n = 0; n < 2 * kLanes; n += kLanes) {
-      const int64_t count = std::clamp<int64_t>(keys.count - n, 0, kLanes);
+      const int64_t some = std::clamp<int64_t>(count - n, 0, kLanes);
       for (int64_t group = 0; group < groups; group += kGroups) {
         alignas(kLine) uint8_t rows[kLanes][kGroups], turned[kGroups][kLanes];
-        if (count < kLanes) std::memset(rows, 0, sizeof rows);
-        const int64_t here = std::min(kGroups, groups - group), at = head * of_head + group;
+        if (some < kLanes) std::memset(rows, 0, sizeof rows);
+        const int64_t here = std::min(kGroups, groups - group);
+        const auto from = [&](int64_t row) { return first + places.scale[n + row] + group; };
         if (here == kGroups) {
-          for (int64_t row = 0; row < count; ++row) std::memcpy(rows[row], from[n + row] + at, kGroups);
+          for (int64_t row = 0; row < some; ++row) std::memcpy(rows[row], from(row), kGroups);
         } else {
-          for (int64_t row = 0; row < count; ++row) std::memcpy(rows[row], from[n + row] + at, here);
+          for (int64_t row = 0; row < some; ++row) std::memcpy(rows[row], from(row), here);
         }
         turn(rows, turned);
         for (int64_t i = 0; i < here; ++i) {
@@ -111,8 +110,7 @@ void CachedCodes::load_scales_across(const Keys& keys, int64_t first_head, int64
   }
 }
 
-void CachedCodes::read_scales(int64_t block, int64_t slot, int64_t head, RowBuffer& buffer) const {
-  const int64_t offset = scales_->offset(block, slot, head);
+void CachedCodes::read_scales(int64_t offset, RowBuffer& buffer) const {
   if (offset == buffer.offset) return;
   buffer.scales.resize(scales_->count());
   buffer.lows.resize(scales_->count());
@@ -132,14 +130,13 @@ const Code* CachedCodes::dense_codes(const char* from, RowBuffer& buffer) const 
 }
 
 template <class E>
-void CachedCodes::load_codes(int64_t offset, int64_t block, int64_t slot, int64_t head, RowBuffer& buffer,
-                             E* out) const {
+void CachedCodes::load_codes(const Places& places, int64_t n, int64_t head, RowBuffer& buffer, E* out) const {
   with_codes(*format_, [&](auto zero) {
     constexpr bool exact = std::is_same_v<E, exact_bf16>;
-    const auto* codes = dense_codes<decltype(zero)>(row(offset, head), buffer);
+    const auto* codes = dense_codes<decltype(zero)>(row(places.row[n], head), buffer);
     const bool bare = exact && factored();
     if (bare && !grouped()) return decode_span(codes, size_, 1.0f, 0.0f, 1.0f, out);
-    read_scales(block, slot, head, buffer);
+    read_scales(places.scale[n] + scales_->of_head(head), buffer);
     const auto decode = [&](auto* to, float global) {
       decode_row(codes, scales_->span(), scales_->count(), buffer.scales.data(), buffer.lows.data(), global, to);
     };
@@ -151,8 +148,8 @@ void CachedCodes::load_codes(int64_t offset, int64_t block, int64_t slot, int64_
   });
 }
 
-template void CachedCodes::load_codes(int64_t, int64_t, int64_t, int64_t, RowBuffer&, float*) const;
-template void CachedCodes::load_codes(int64_t, int64_t, int64_t, int64_t, RowBuffer&, exact_bf16*) const;
+template void CachedCodes::load_codes(const Places&, int64_t, int64_t, RowBuffer&, float*) const;
+template void CachedCodes::load_codes(const Places&, int64_t, int64_t, RowBuffer&, exact_bf16*) const;
 
 }  // namespace kvbackend::KVBACKEND_ISA
 

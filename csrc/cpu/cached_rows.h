@@ -77,8 +77,12 @@ class CachedCodes {
   // Whether rows are numbers of T, one after the other, in whole pairs of vectors.
   bool plain() const { return data_ && !format_ && step_ == 1 && size_ % kPair == 0; }
 
-  // A row's place, with its head's to be added.
-  int64_t offset(int64_t block, int64_t slot) const { return block * block_ + slot * slot_; }
+  // Places of rows [n, n + count), which are those from a slot on.
+  void locate(int64_t block, int64_t slot, int64_t n, int64_t count, Places& places) const {
+    const int64_t first = block * block_ + slot * slot_, step = slot_;
+    for (int64_t i = 0; i < count; ++i) places.row[n + i] = first + i * step;
+    if (scales_) scales_->locate(block, slot, count, places.scale + n);
+  }
   int64_t slot_bytes() const { return slot_; }
   const char* row(int64_t offset, int64_t head) const { return data_ + offset + head * head_; }
 
@@ -97,12 +101,12 @@ class CachedCodes {
   // What a row's numbers are to be multiplied with beyond what an exact load and with_rows make of them: nothing, the
   // same for all rows of a head, or for each row its own.
   bool has_factor() const { return format_ && factored() && (format_->per != Per::group || format_->global_scale); }
-  void load_factors(const Keys& keys, int64_t head, float* out) const;
+  void load_factors(const Places& places, int64_t count, int64_t head, float* out) const;
 
-  // Asks for the scales of keys [first, last), if each has its own.
-  void prefetch_scales(const Keys& keys, int64_t first, int64_t last) const {
+  // Asks for the scales of rows [first, last), if each has its own.
+  void prefetch_scales(const Places& places, int64_t first, int64_t last) const {
     if (!format_ || format_->is_static()) return;
-    for (int64_t n = first; n < last; ++n) scales_->prefetch(keys.block[n], keys.slot[n]);
+    for (int64_t n = first; n < last; ++n) scales_->prefetch(places.scale[n]);
   }
 
   // Whether rows read in place have scales of groups, and how many numbers one covers.
@@ -110,14 +114,14 @@ class CachedCodes {
   int64_t span() const { return scales_->span(); }
 
   // The scales of the groups of a tile's rows: `out` has room for kTile rows and kLanes more.
-  void load_scales(const Keys& keys, int64_t head, float* out) const;
+  void load_scales(const Places& places, int64_t count, int64_t head, float* out) const;
 
   // Whether rows in place are codes of 4 bits whose groups have bytes as scales, one after the other,
   bool nibbles() const { return grouped() && format_->storage == ScalarType::Byte && scales_->bytes_at(0); }
 
   // and those bytes of up to 2 kLanes rows, for each kLanes dims: [heads, 2, size / kLanes, kLanes rows], 0 where no
   // row is.
-  void load_scales_across(const Keys& keys, int64_t first_head, int64_t heads, uint8_t* out) const;
+  void load_scales_across(const Places& places, int64_t count, int64_t first_head, int64_t heads, uint8_t* out) const;
 
   // function(bytes) of their type.
   template <class F>
@@ -127,14 +131,14 @@ class CachedCodes {
   }
 
  protected:
-  // The row of codes at `offset`; `block`, `slot` and `head` say whose scales it has.
+  // Row n of codes.
   template <class E>
-  void load_codes(int64_t offset, int64_t block, int64_t slot, int64_t head, RowBuffer& buffer, E* out) const;
+  void load_codes(const Places& places, int64_t n, int64_t head, RowBuffer& buffer, E* out) const;
 
   template <class Code>
   const Code* dense_codes(const char* from, RowBuffer& buffer) const;
 
-  void read_scales(int64_t block, int64_t slot, int64_t head, RowBuffer& buffer) const;
+  void read_scales(int64_t offset, RowBuffer& buffer) const;
 
   const char* data_ = nullptr;
   const KVFormat* format_ = nullptr;  // null: numbers of T
@@ -145,8 +149,8 @@ class CachedCodes {
   float global_ = 1.0f;
 };
 
-extern template void CachedCodes::load_codes(int64_t, int64_t, int64_t, int64_t, RowBuffer&, float*) const;
-extern template void CachedCodes::load_codes(int64_t, int64_t, int64_t, int64_t, RowBuffer&, exact_bf16*) const;
+extern template void CachedCodes::load_codes(const Places&, int64_t, int64_t, RowBuffer&, float*) const;
+extern template void CachedCodes::load_codes(const Places&, int64_t, int64_t, RowBuffer&, exact_bf16*) const;
 
 template <class T>
 class CachedRows : public CachedCodes {
@@ -166,18 +170,17 @@ class CachedRows : public CachedCodes {
     return evens_first;
   }
 
-  // The row at `offset`; `block`, `slot` and `head` say whose scales it has. exact_bf16 is for T of bf16 only. What is
-  // not factored is rounded to it.
+  // Row n of a head. exact_bf16 is for T of bf16 only. What is not factored is rounded to it.
   template <class E>
-  void load(int64_t offset, int64_t block, int64_t slot, int64_t head, RowBuffer& buffer, E* out) const {
-    if (format_) return load_codes(offset, block, slot, head, buffer, out);
+  void load(const Places& places, int64_t n, int64_t head, RowBuffer& buffer, E* out) const {
+    if (format_) return load_codes(places, n, head, buffer, out);
     constexpr bool exact = std::is_same_v<E, exact_bf16>;
-    load_row(reinterpret_cast<const std::conditional_t<exact, bf16, T>*>(row(offset, head)), step_, size_,
+    load_row(reinterpret_cast<const std::conditional_t<exact, bf16, T>*>(row(places.row[n], head)), step_, size_,
              reinterpret_cast<std::conditional_t<exact, bf16, E>*>(out));
   }
 };
 
-// The rows of a tile's keys in a cache, at their offsets; none where a source has its rows elsewhere.
+// The rows of a tile's keys in a cache, and where; none where a source has its rows elsewhere.
 template <class T>
 struct StoredRows {
   const CachedRows<T>* rows = nullptr;

@@ -5,6 +5,8 @@
 // kvbackend/codecs/grids.py, to the bit. Numbers that are encoded are not NaN.
 #pragma once
 
+#include <array>
+
 #include "simd.h"
 
 namespace kvbackend::KVBACKEND_ISA {
@@ -265,27 +267,97 @@ inline constexpr HalvesOfMagnitudes kHalves<e4m3> = halves_of_e4m3();
 template <>
 inline constexpr HalvesOfMagnitudes kHalves<int8_t> = halves_of_int8();
 
-// 64 codes as bfloat16: both bytes of each are looked up by its magnitude. Of each 16 the first 8 go to `first`.
+typedef uint8_t Bytes __attribute__((vector_size(64)));
+
+// A constant of loops that stays in a register: the compiler would make it anew for each row.
+inline Bytes kept(Bytes value) {
+#ifndef KVBACKEND_EMULATED_AVX512
+  asm("" : "+v"(value));
+#endif
+  return value;
+}
+inline Bytes kept(const uint8_t* bytes) { return kept((Bytes)_mm512_load_si512(bytes)); }
+inline Bytes kept(uint8_t byte) { return kept(Bytes{} + byte); }
+
+// Finds both bytes of 64 codes as bfloat16.
 template <class Code>
-void to_halves(__m512i codes, __m512i& first, __m512i& second) {
-  typedef uint8_t Bytes __attribute__((vector_size(64)));
-  Bytes magnitude = (Bytes)codes;  // in its lower 7 bits
-  if constexpr (std::is_same_v<Code, int8_t>) magnitude = magnitude > 127 ? -magnitude : magnitude;
-  const auto find = [&](const uint8_t* bytes) {
-    return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), (__m512i)magnitude, _mm512_load_si512(bytes + 64));
-  };
-  const __m512i low = find(kHalves<Code>.low), signs = _mm512_set1_epi8(static_cast<char>(0x80));
-  __m512i high = _mm512_ternarylogic_epi32(find(kHalves<Code>.high), codes, signs, 0xf8);
-  if constexpr (std::is_same_v<Code, int8_t>)  // -128 has no magnitude below 128
-    high = (__m512i)(magnitude == 128 ? Bytes{} + uint8_t{0xc3} : (Bytes)high);
-  first = _mm512_maskz_unpacklo_epi8(~0ull, low, high);
-  second = _mm512_maskz_unpackhi_epi8(~0ull, low, high);
+class FindBytes;
+
+// By their magnitudes.
+template <>
+class FindBytes<int8_t> {
+ public:
+  void operator()(Bytes codes, Bytes& low, Bytes& high) const {
+    const Bytes magnitude = (Bytes)_mm512_maskz_abs_epi8(~0ull, (__m512i)codes);
+    const auto find = [&](const Bytes(&table)[2]) {
+      return (Bytes)_mm512_permutex2var_epi8((__m512i)table[0], (__m512i)magnitude, (__m512i)table[1]);
+    };
+    low = find(low_);
+    high = find(high_) | (codes & sign_);
+    high = magnitude == sign_ ? lowest_ : high;  // -128 has no magnitude below 128
+  }
+
+ private:
+  static constexpr const HalvesOfMagnitudes& kTable = kHalves<int8_t>;
+  const Bytes low_[2] = {kept(kTable.low), kept(kTable.low + 64)};
+  const Bytes high_[2] = {kept(kTable.high), kept(kTable.high + 64)};
+  const Bytes sign_ = kept(uint8_t{0x80}), lowest_ = kept(uint8_t{0xc3});
+};
+
+// A matrix over bits, for gf2p8affine: which bits of a byte bit i of the result is the sum of.
+constexpr uint64_t bit_matrix(std::array<uint8_t, 8> bits) {
+  uint64_t matrix = 0;
+  for (const uint8_t row : bits) matrix = matrix << 8 | row;
+  return matrix;
 }
 
-// 64 codes so that to_halves keeps their order.
-inline __m512i load_codes(const void* from) {
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  return _mm512_maskz_permutexvar_epi64(0xff, order, _mm512_loadu_si512(from));
+// The rare codes of e4m3, by their lower 6 bits: magnitudes 0 to 7, which are no normal numbers, and 127.
+struct RareBytes {
+  alignas(64) uint8_t low[64] = {}, high[64] = {};
+  constexpr RareBytes() {
+    for (const int magnitude : {0, 1, 2, 3, 4, 5, 6, 7, 127}) {
+      low[magnitude % 64] = kHalves<e4m3>.low[magnitude];
+      high[magnitude % 64] = kHalves<e4m3>.high[magnitude];
+    }
+  }
+};
+
+// Of a normal number's bits, s eeee mmm, the lower byte has e0 mmm and four zeros, and the higher one
+// s e3 !e3 !e3 !e3 !e3 e2 e1: 120 more than its exponent.
+template <>
+class FindBytes<e4m3> {
+ public:
+  void operator()(Bytes codes, Bytes& low, Bytes& high) const {
+    const auto rare = ((codes + one_) & magnitude_) < rare_;
+    const auto find = [&](Bytes table) {
+      return (Bytes)_mm512_maskz_permutexvar_epi8(~0ull, (__m512i)codes, (__m512i)table);
+    };
+    low = (Bytes)_mm512_gf2p8affine_epi64_epi8((__m512i)codes, (__m512i)low_, 0);
+    high = (Bytes)_mm512_gf2p8affine_epi64_epi8((__m512i)codes, (__m512i)high_, 0x3c);
+    low = rare ? find(rare_low_) : low;
+    high = (rare ? find(rare_high_) : high) | (codes & ~magnitude_);
+  }
+
+ private:
+  static constexpr RareBytes kRare{};
+  static Bytes matrix(std::array<uint8_t, 8> bits) {
+    return kept((Bytes)_mm512_set1_epi64(static_cast<int64_t>(bit_matrix(bits))));
+  }
+  const Bytes low_ = matrix({0, 0, 0, 0, 1, 2, 4, 8});
+  const Bytes high_ = matrix({0x10, 0x20, 0x40, 0x40, 0x40, 0x40, 0x40, 0x80});
+  const Bytes rare_low_ = kept(kRare.low), rare_high_ = kept(kRare.high);
+  const Bytes one_ = kept(uint8_t{1}), magnitude_ = kept(uint8_t{0x7f}), rare_ = kept(uint8_t{9});
+};
+
+constexpr int64_t kCodesAtOnce = 64, kTogether = 8;  // of the first, so many stay together in to_halves
+
+// 64 codes as bfloat16: of each 16 the first 8 go to `first`.
+template <class Code>
+void to_halves(const void* codes, const FindBytes<Code>& find_bytes, __m512i& first, __m512i& second) {
+  Bytes low, high;
+  find_bytes((Bytes)_mm512_loadu_si512(codes), low, high);
+  first = _mm512_maskz_unpacklo_epi8(~0ull, (__m512i)low, (__m512i)high);
+  second = _mm512_maskz_unpackhi_epi8(~0ull, (__m512i)low, (__m512i)high);
 }
 
 // kPair codes as bfloat16: both bytes of each are looked up by its magnitude.

@@ -340,6 +340,22 @@ inline __m512i _mm512_maskz_permutexvar_epi8(__mmask64 mask, __m512i order, __m5
   return permuted<__m512i, uint8_t>(mask, order, from);
 }
 
+inline __m512i _mm512_maskz_abs_epi8(__mmask64 mask, __m512i from) {
+  return some_of<__m512i, uint8_t>(mask, [&](int64_t i) { return std::abs(lane<int8_t>(from, i)); });
+}
+
+// Bit i of a byte: the sum of the bits that byte 7 - i of the matrix beside it names, and of bit i of `added`.
+inline __m512i _mm512_gf2p8affine_epi64_epi8(__m512i from, __m512i matrix, int added) {
+  return vector_of<__m512i, uint8_t>([&](int64_t i) {
+    int bits = added;
+    for (int64_t bit = 0; bit < 8; ++bit) {
+      const int named = lane<uint8_t>(from, i) & lane<uint8_t>(matrix, i / 8 * 8 + 7 - bit);
+      bits ^= __builtin_parity(static_cast<unsigned>(named)) << bit;
+    }
+    return static_cast<uint8_t>(bits);
+  });
+}
+
 inline __m512i _mm512_maskz_permutexvar_epi16(__mmask32 mask, __m512i order, __m512i from) {
   return permuted<__m512i, uint16_t>(mask, order, from);
 }

@@ -32,10 +32,10 @@ bool has_tiles(const CpuFeatures& cpu) {
 Isa best() {
   [[maybe_unused]] CpuFeatures cpu = cpu_features();
 #if defined(KVBACKEND_EMULATED_AVX512)
-  cpu.avx512 = cpu.avx512_bf16 = cpu.avx512_vbmi = true;
+  cpu.avx512 = cpu.avx512_bf16 = cpu.avx512_vbmi = cpu.gfni = true;
 #endif
 #if defined(KVBACKEND_AVX512)
-  if (cpu.avx512_bf16 && cpu.avx512_vbmi) return has_tiles(cpu) ? Isa::amx : Isa::avx512_bf16;
+  if (cpu.avx512_bf16 && cpu.avx512_vbmi && cpu.gfni) return has_tiles(cpu) ? Isa::amx : Isa::avx512_bf16;
   if (cpu.avx512) return Isa::avx512;
 #endif
 #if defined(KVBACKEND_AVX2)

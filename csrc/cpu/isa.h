@@ -9,6 +9,7 @@ struct CpuFeatures {
   bool avx512_bf16 = false;
   bool avx512_vbmi = false;
   bool avx512_fp16 = false;
+  bool gfni = false;
   bool amx_bf16 = false;  // as the CPU reports it; the kernel must also grant the tiles
   bool amx_int8 = false;
 };
@@ -22,6 +23,7 @@ inline CpuFeatures cpu_features() {
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   cpu.avx512_bf16 = cpu.avx512 && __builtin_cpu_supports("avx512bf16");
   cpu.avx512_vbmi = cpu.avx512 && __builtin_cpu_supports("avx512vbmi");
+  cpu.gfni = cpu.avx512 && __builtin_cpu_supports("gfni");
   unsigned a = 7, b = 0, c = 0, d = 0;
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
   cpu.avx512_fp16 = cpu.avx512 && (d >> 23 & 1);

@@ -169,7 +169,18 @@ class Scales {
 
   // Where the scales of a row begin, in elements.
   int64_t offset(int64_t block, int64_t token, int64_t head) const {
-    return block * block_ + token / tokens_ * token_ + head * head_;
+    return block * block_ + token / tokens_ * token_ + of_head(head);
+  }
+  int64_t of_head(int64_t head) const { return head * head_; }
+
+  // The same of head 0 and `count` rows that follow each other.
+  void locate(int64_t block, int64_t token, int64_t count, int64_t* offsets) const {
+    if (tokens_ > 1) {
+      for (int64_t i = 0; i < count; ++i) offsets[i] = offset(block, token + i, 0);
+      return;
+    }
+    const int64_t first = block * block_ + token * token_, step = token_;
+    for (int64_t i = 0; i < count; ++i) offsets[i] = first + i * step;
   }
 
   // The bytes of a row's scales, where one is a byte and they follow each other; else null.
@@ -184,16 +195,16 @@ class Scales {
     for (int64_t i = 0; i < size; i += kLanes) store(out + i, load(reinterpret_cast<const e4m3*>(bytes) + i));
   }
 
-  // Of rows with one scale of float32: those of `count` rows.
-  void read_floats(const int64_t* block, const int64_t* token, int64_t count, int64_t head, float* out) const {
-    const float* of_head = reinterpret_cast<const float*>(data_) + head * head_;
-    for (int64_t n = 0; n < count; ++n) out[n] = of_head[block[n] * block_ + token[n] * token_];
+  // Of rows with one scale of float32: those of a head and `count` rows, whose offsets are those of head 0.
+  void read_floats(const int64_t* offsets, int64_t count, int64_t head, float* out) const {
+    const float* first = reinterpret_cast<const float*>(data_) + of_head(head);
+    for (int64_t n = 0; n < count; ++n) out[n] = first[offsets[n]];
   }
 
-  // Asks for the line that has the first head's.
-  void prefetch(int64_t block, int64_t token) const {
+  // Asks for the line that has the scale there.
+  void prefetch(int64_t offset) const {
     const int64_t bytes = dtype_ == ScalarType::Float ? 4 : dtype_ == ScalarType::Half ? 2 : 1;
-    __builtin_prefetch(data_ + offset(block, token, 0) * bytes);
+    __builtin_prefetch(data_ + offset * bytes);
   }
 
   // Store the scales of a row: numbers of their dtype that follow each other, and the minimums that come with them.

@@ -55,26 +55,26 @@ class LatentSource {
   bool in_order() const { return true; }
   int64_t position(int64_t /*block*/, int64_t /*slot*/) const { return 0; }
 
-  void locate(Keys& keys, int64_t n) const {
-    keys.key[n] = ckv_.offset(keys.block[n], keys.slot[n]);
-    keys.value[n] = kpe_.offset(keys.block[n], keys.slot[n]);
+  void locate(Keys& keys, int64_t n, int64_t count) const {
+    ckv_.locate(keys.block[n], keys.slot[n], n, count, keys.key);
+    kpe_.locate(keys.block[n], keys.slot[n], n, count, keys.value);
   }
 
   template <class E>
   void load_key(const Keys& keys, int64_t n, int64_t /*head*/, RowBuffer& buffer, E* out) const {
-    ckv_.load(keys.key[n], keys.block[n], keys.slot[n], 0, buffer, out);
-    kpe_.load(keys.value[n], keys.block[n], keys.slot[n], 0, buffer, out + ckv_.size());
+    ckv_.load(keys.key, n, 0, buffer, out);
+    kpe_.load(keys.value, n, 0, buffer, out + ckv_.size());
   }
   template <class E>
   void load_value(const Keys&, int64_t, int64_t, RowBuffer&, E*) const {}
 
   StoredRows<T> part(const Keys& keys, int i) const {
-    return i == 0 ? StoredRows<T>{&ckv_, keys.key} : StoredRows<T>{&kpe_, keys.value};
+    return i == 0 ? StoredRows<T>{&ckv_, keys.key.row} : StoredRows<T>{&kpe_, keys.value.row};
   }
 
   void prefetch(const Keys& keys, const Wanted& wanted, Prefetcher& ahead) const {
-    ckv_.prefetch(keys.key, wanted, ahead);
-    kpe_.prefetch(keys.value, wanted, ahead);
+    ckv_.prefetch(keys.key.row, wanted, ahead);
+    kpe_.prefetch(keys.value.row, wanted, ahead);
   }
 
   bool bias(const Keys&, int64_t, float*) const { return false; }

@@ -56,15 +56,13 @@ class Choices {
     return ids_.at(pair / kv_heads_ * first_ + pair % kv_heads_ * second_ + i * third_);
   }
 
-  // function(index, block, slot) for `count` neighbouring tokens, which are keys from `index` on, as far as they exist.
+  // function(index, count, block, slot) for neighbouring tokens, which are keys from `index` on, as far as they exist.
   template <class F>
   void visit_tokens(int64_t token, int64_t position, int64_t count, int64_t index, F&& function) const {
     while (count > 0) {
       const int64_t column = position / block_size_, slot = position - column * block_size_;
       const int64_t some = std::min(count, block_size_ - slot), block = table_(sequence_[token], column);
-      if (block >= 0 && block < num_blocks_) {
-        for (int64_t i = 0; i < some; ++i) function(index + i, block, slot + i);
-      }
+      if (block >= 0 && block < num_blocks_) function(index, some, block, slot);
       index += some;
       position += some;
       count -= some;

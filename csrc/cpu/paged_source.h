@@ -77,14 +77,14 @@ class PagedSource {
   bool in_order() const { return !positions_; }
   int64_t position(int64_t block, int64_t slot) const { return (*positions_)(block, slot); }
 
-  void locate(Keys& keys, int64_t n) const {
-    keys.key[n] = keys_.offset(keys.block[n], keys.slot[n]);
-    if (values_) keys.value[n] = values_->offset(keys.block[n], keys.slot[n]);
+  void locate(Keys& keys, int64_t n, int64_t count) const {
+    keys_.locate(keys.block[n], keys.slot[n], n, count, keys.key);
+    if (values_) values_->locate(keys.block[n], keys.slot[n], n, count, keys.value);
   }
 
   template <class E>
   void load_key(const Keys& keys, int64_t n, int64_t head, RowBuffer& buffer, E* out) const {
-    keys_.load(keys.key[n], keys.block[n], keys.slot[n], head, buffer, out);
+    keys_.load(keys.key, n, head, buffer, out);
     if constexpr (std::is_same_v<E, float>) {
       if (rope_) turn(keys.position[n], out);
     }
@@ -92,14 +92,14 @@ class PagedSource {
 
   template <class E>
   void load_value(const Keys& keys, int64_t n, int64_t head, RowBuffer& buffer, E* out) const {
-    values_->load(keys.value[n], keys.block[n], keys.slot[n], head, buffer, out);
+    values_->load(keys.value, n, head, buffer, out);
   }
 
-  StoredRows<T> part(const Keys& keys, int) const { return {&keys_, keys.key}; }
+  StoredRows<T> part(const Keys& keys, int) const { return {&keys_, keys.key.row}; }
 
   void prefetch(const Keys& keys, const Wanted& wanted, Prefetcher& ahead) const {
-    keys_.prefetch(keys.key, wanted, ahead);
-    if (values_) values_->prefetch(keys.value, wanted, ahead);
+    keys_.prefetch(keys.key.row, wanted, ahead);
+    if (values_) values_->prefetch(keys.value.row, wanted, ahead);
   }
 
   bool bias(const Keys& keys, int64_t head, float* out) const {

@@ -156,7 +156,7 @@ class ListedSource {
   bool stored() const { return true; }  // or codes that are exact in bfloat16
   bool in_order() const { return true; }
   int64_t position(int64_t /*block*/, int64_t /*slot*/) const { return 0; }
-  void locate(Keys&, int64_t) const {}
+  void locate(Keys&, int64_t, int64_t) const {}
   const CachedRows<T>& keys() const { return none_; }
   const CachedRows<T>& values() const { return none_; }
 

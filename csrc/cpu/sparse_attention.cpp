@@ -17,9 +17,9 @@ class TokensInUse : public Choices {
   int64_t last(int64_t token) const { return std::max(middle_.end(position(token)), first(token)); }  // from here on
   int64_t count(int64_t token) const { return first(token) + topk_ + position(token) + 1 - last(token); }
 
-  // function(index, block, slot) for each key that exists among those of index [begin, end).
+  // function(index, count, block, slot) for keys that exist among those of index [begin, end).
   template <class F>
-  void visit(int64_t pair, int64_t begin, int64_t end, F&& function) const {
+  void visit_runs(int64_t pair, int64_t begin, int64_t end, F&& function) const {
     const int64_t token = pair / kv_heads_, sinks = first(token), recent = last(token), chosen_end = sinks + topk_;
     if (begin < sinks) visit_tokens(token, begin, std::min(end, sinks) - begin, begin, function);
     for (int64_t index = std::max(begin, sinks); index < std::min(end, chosen_end); ++index) {

@@ -28,14 +28,14 @@ class Selected {
     }
   }
 
-  // function(index, block, slot) for each selected token that exists among those of index [begin, end).
+  // function(index, 1, block, slot) for each selected token that exists among those of index [begin, end).
   template <class F>
-  void visit(int64_t query, int64_t begin, int64_t end, F&& function) const {
+  void visit_runs(int64_t query, int64_t begin, int64_t end, F&& function) const {
     for (int64_t index = begin; index < end; ++index) {
       const int64_t position = positions_(query, index);
       if (position < 0 || position > last_[query]) continue;
       const int64_t column = position / block_size_, block = table_(sequence_[query], column);
-      if (block >= 0 && block < num_blocks_) function(index, block, position - column * block_size_);
+      if (block >= 0 && block < num_blocks_) function(index, 1, block, position - column * block_size_);
     }
   }
 
@@ -78,7 +78,7 @@ class RecordSource {
 
   bool in_order() const { return true; }
   int64_t position(int64_t /*block*/, int64_t /*slot*/) const { return 0; }
-  void locate(Keys&, int64_t) const {}
+  void locate(Keys&, int64_t, int64_t) const {}
   const CachedRows<T>& keys() const { return none_; }
   const CachedRows<T>& values() const { return none_; }
 

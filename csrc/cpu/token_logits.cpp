@@ -10,9 +10,9 @@ class TokensOfPages : public Choices {
  public:
   using Choices::Choices;
 
-  // function(index, block, slot) for each token that exists and is scored among those of index [begin, end).
+  // function(index, count, block, slot) for tokens that exist and are scored among those of index [begin, end).
   template <class F>
-  void visit(int64_t pair, int64_t begin, int64_t end, F&& function) const {
+  void visit_runs(int64_t pair, int64_t begin, int64_t end, F&& function) const {
     const int64_t token = pair / kv_heads_, size = middle_.page_size, pages = middle_.end(position(token)) / size;
     for (int64_t index = begin, stop; index < end; index = stop) {
       const int64_t at = index / size, page = chosen(pair, at);
