@@ -23,27 +23,6 @@ struct NarrowRows {
 template <class E>
 constexpr bool kTurned = std::is_same_v<E, e4m3> || std::is_same_v<E, int8_t>;
 
-// function(at, turned): kTogether dims that lie at `at` in a row, and where they do once it is turned.
-template <class F>
-void each_turned(int64_t dims, F&& function) {
-  for (int64_t d = 0; d < dims; d += kTogether) {
-    const int64_t place = d % kCodesAtOnce / kTogether, places = kCodesAtOnce / kTogether;
-    const bool whole = d - d % kCodesAtOnce + kCodesAtOnce <= dims;
-    const int64_t turned = place % 2 * places / 2 + place / 2;
-    function(d, whole ? d + (turned - place) * kTogether : d);
-  }
-}
-
-// Queries [width, dim] as B tiles, one for each kDepth dims.
-inline void pack_narrow_queries(const bf16* queries, int64_t width, int64_t dim, bool turned, bf16* out) {
-  each_turned(dim, [&](int64_t d, int64_t turned_d) {
-    for (int64_t pair = 0; pair < kTogether; pair += 2) {
-      bf16* to = out + ((turned ? turned_d : d) + pair) * width;
-      for (int64_t row = 0; row < width; ++row) std::memcpy(to + 2 * row, queries + row * dim + d + pair, 4);
-    }
-  });
-}
-
 template <class Ahead>
 void score_narrow(const NarrowRows& keys, int64_t dims, const bf16* queries, int64_t width, float* scores,
                   Ahead& ahead) {
@@ -60,15 +39,6 @@ void score_narrow(const NarrowRows& keys, int64_t dims, const bf16* queries, int
   }
   tile_store<0>(scores, row_bytes);
   tile_store<1>(scores + kSide * width, row_bytes);
-}
-
-// A row of numbers that is turned, in the order of its dims.
-inline void turn_back(float* row, int64_t dims) {
-  float codes[kCodesAtOnce];
-  for (int64_t d = 0; d + kCodesAtOnce <= dims; d += kCodesAtOnce, row += kCodesAtOnce) {
-    std::copy_n(row, kCodesAtOnce, codes);
-    each_turned(kCodesAtOnce, [&](int64_t at, int64_t turned) { std::copy_n(codes + turned, kTogether, row + at); });
-  }
 }
 
 // The rows of a kv head that come next: of its keys and values the first half and the second side by side, a line of
@@ -164,6 +134,49 @@ Vec repeat(const float* numbers) {
   BitVec lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i / W;
   return (Vec)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)lane, (__m512)load(numbers));
+}
+
+// kLanes numbers [W, kLanes / W] in the order [kLanes / W, W].
+template <int W>
+Vec rows_last(Vec rows) {
+  BitVec lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i % W * (kLanes / W) + i / W;
+  return (Vec)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)lane, (__m512)rows);
+}
+
+// Queries [W, dim] as B tiles, one for each kDepth dims.
+template <int W>
+void pack_narrow_queries(const bf16* queries, int64_t dim, bool turned, bf16* out) {
+  for (int64_t d = 0; d < dim; d += kDepth) {
+    __m512i pairs[W];
+    for (int row = 0; row < W; ++row) {
+      const bf16* from = queries + row * dim + d;
+      const auto both = [&](const bf16* first, auto order) {
+        return _mm512_maskz_shuffle_i32x4(~0, _mm512_loadu_si512(first), _mm512_loadu_si512(first + kDepth), order);
+      };
+      if (turned && d % kCodesAtOnce) {
+        pairs[row] = both(from - kDepth, std::integral_constant<int, 0xdd>{});
+      } else if (turned && d + kCodesAtOnce <= dim) {
+        pairs[row] = both(from, std::integral_constant<int, 0x88>{});
+      } else {
+        pairs[row] = _mm512_loadu_si512(from);
+      }
+    }
+    turn_parts<W>(pairs);
+    for (int i = 0; i < W; ++i, out += kPair) _mm512_storeu_si512(out, (__m512i)rows_last<W>((Vec)pairs[i]));
+  }
+}
+
+// A row of sums that is turned, in the order of its dims.
+inline void turn_back(float* row, int64_t dims) {
+  constexpr int64_t kPlaces = kCodesAtOnce / kTogether;
+  for (; dims >= kCodesAtOnce; dims -= kCodesAtOnce, row += kCodesAtOnce) {
+    float turned[kPlaces][kTogether];
+    std::memcpy(turned, row, sizeof turned);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < kPlaces; ++i)
+      std::memcpy(row + i * kTogether, turned[i % 2 * kPlaces / 2 + i / 2], sizeof *turned);
+  }
 }
 
 // Scores of kNarrowKeys keys, each times its key's factor.

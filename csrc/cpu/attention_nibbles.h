@@ -119,15 +119,7 @@ void value_pieces(const char* first, const int64_t* offsets, int64_t dims, bf16*
   }
 }
 
-// kLanes numbers [W, kLanes / W] in the order [kLanes / W, W].
-template <int W>
-Vec rows_last(Vec rows) {
-  BitVec lane;
-  for (int i = 0; i < kLanes; ++i) lane[i] = i % W * (kLanes / W) + i / W;
-  return (Vec)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)lane, (__m512)rows);
-}
-
-// The reverse.
+// The reverse of rows_last.
 template <int W>
 Vec rows_first(Vec rows) {
   return rows_last<kLanes / W>(rows);

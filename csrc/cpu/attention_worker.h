@@ -54,9 +54,7 @@ inline int64_t l2_bytes() {
 inline bool all_finite(const float* numbers, int64_t size) {
   Vec zeros{};
   for (int64_t i = 0; i < size; i += kLanes) zeros += 0.0f * load(numbers + i);
-  bool finite = true;
-  for (int i = 0; i < kLanes; ++i) finite &= zeros[i] == 0;
-  return finite;
+  return sum_lanes(zeros, zeros, zeros, zeros)[0] == 0;
 }
 
 #if defined(__AVX512BF16__)
@@ -288,11 +286,7 @@ class Worker {
       for (int64_t row = 0; paired_ && row < task_->rows(); ++row)
         source_.load_query(token(row), query_head(head, row), rows + row * dim_);
       T* packed = reinterpret_cast<T*>(queries);
-      if (nibbles_) {
-        pack_shared_queries(rows, width_, dim_, packed);
-      } else if (narrow_) {
-        pack_narrow_queries(rows, width_, dim_, turned(source_.keys()), packed);
-      }
+      if (narrow_) pack_narrow(rows, packed);
     }
     for (int64_t row = 0; !paired_ && row < task_->rows(); ++row) {
       source_.load_query(token(row), query_head(head, row), row_.data());
@@ -571,6 +565,12 @@ class Worker {
       std::fill(tiles.part[i].row_bytes + groups, std::end(tiles.part[i].row_bytes),
                 tiles.part[i].row_bytes[groups - 1]);
     }
+  }
+
+  // The same of few rows, or as the loops over codes of 4 bits want them.
+  void pack_narrow(const bf16* rows, bf16* out) const {
+    if (nibbles_) return pack_shared_queries(rows, width_, dim_, out);
+    with_narrow(width_, [&](auto width) { pack_narrow_queries<width>(rows, dim_, turned(source_.keys()), out); });
   }
 
   // Whether find_narrow's copies are turned.
@@ -862,6 +862,7 @@ class Worker {
   int64_t keys_at_once() const { return kTile; }
   void start_tiled(int64_t) {}
   int64_t steps_of(int64_t) const { return 1; }
+  void pack_narrow(const T*, T*) const {}
   void want_narrow_at_once(const Keys&) {}
   void start_narrow(const Keys&, const Keys&, int64_t) {}
   void soften_narrow_head(const Keys&, int64_t) {}
