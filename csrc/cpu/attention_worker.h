@@ -331,7 +331,7 @@ class Worker {
     if (tiled_ || narrow_) keys.look_for_runs();
     for (int64_t n = keys.count; narrow_ && n < round_up(keys.count, kNarrowKeys); ++n) {  // are fetched
       keys.key.row[n] = keys.key.row[keys.count - 1];
-      keys.value.row[n] = keys.value.row[keys.count - 1];
+      if (value_dim_ > 0) keys.value.row[n] = keys.value.row[keys.count - 1];
     }
   }
 
@@ -525,6 +525,12 @@ class Worker {
     }
   }
 
+  // The same of few rows, or as the loops over codes of 4 bits want them.
+  void pack_narrow(const bf16* rows, bf16* out) const {
+    if (nibbles_) return pack_shared_queries(rows, width_, dim_, out);
+    with_narrow(width_, [&](auto width) { pack_narrow_queries<width>(rows, dim_, turned(source_.keys()), out); });
+  }
+
   static int64_t groups_of(const Keys& keys) { return (keys.count + kSide - 1) / kSide; }
 
   // Where keys lie, 16 at a time: in their cache if they follow each other there, else copies, or what codes stand for.
@@ -565,12 +571,6 @@ class Worker {
       std::fill(tiles.part[i].row_bytes + groups, std::end(tiles.part[i].row_bytes),
                 tiles.part[i].row_bytes[groups - 1]);
     }
-  }
-
-  // The same of few rows, or as the loops over codes of 4 bits want them.
-  void pack_narrow(const bf16* rows, bf16* out) const {
-    if (nibbles_) return pack_shared_queries(rows, width_, dim_, out);
-    with_narrow(width_, [&](auto width) { pack_narrow_queries<width>(rows, dim_, turned(source_.keys()), out); });
   }
 
   // Whether find_narrow's copies are turned.
@@ -833,10 +833,10 @@ class Worker {
 
   void read_tiles(const float* sums, int64_t row) {
     if (nibbles_) return unpack_pieces(sums + row * kSide, width_, value_dim_, row_);
-    if (beside_ || narrow_) unpack_beside(sums + row * kSide, width_, value_dim_, row_);
+    if (!beside_ && !narrow_)
+      return unpack_sums(sums + row / kSide * kSide * value_dim_ + row % kSide * kSide, value_dim_, row_);
+    unpack_beside(sums + row * kSide, width_, value_dim_, row_);
     if (narrow_ && value_dim_ > 0 && turned(source_.values())) turn_back(row_, value_dim_);
-    if (beside_ || narrow_) return;
-    unpack_sums(sums + row / kSide * kSide * value_dim_ + row % kSide * kSide, value_dim_, row_);
   }
 
   void read_pairs(const float* sums) { unpair_sums(sums, value_dim_, row_); }

@@ -305,10 +305,10 @@ class FindBytes<int8_t> {
 };
 
 // A matrix over bits, for gf2p8affine: which bits of a byte bit i of the result is the sum of.
-constexpr uint64_t bit_matrix(std::array<uint8_t, 8> bits) {
+constexpr int64_t bit_matrix(std::array<uint8_t, 8> bits) {
   uint64_t matrix = 0;
   for (const uint8_t row : bits) matrix = matrix << 8 | row;
-  return matrix;
+  return static_cast<int64_t>(matrix);
 }
 
 // The rare codes of e4m3, by their lower 6 bits: magnitudes 0 to 7, which are no normal numbers, and 127.
@@ -323,7 +323,7 @@ struct RareBytes {
 };
 
 // Of a normal number's bits, s eeee mmm, the lower byte has e0 mmm and four zeros, and the higher one
-// s e3 !e3 !e3 !e3 !e3 e2 e1: 120 more than its exponent.
+// e3 !e3 !e3 !e3 !e3 e2 e1, 120 more than its exponent, below the sign.
 template <>
 class FindBytes<e4m3> {
  public:
@@ -340,11 +340,9 @@ class FindBytes<e4m3> {
 
  private:
   static constexpr RareBytes kRare{};
-  static Bytes matrix(std::array<uint8_t, 8> bits) {
-    return kept((Bytes)_mm512_set1_epi64(static_cast<int64_t>(bit_matrix(bits))));
-  }
+  static Bytes matrix(std::array<uint8_t, 8> bits) { return kept((Bytes)_mm512_set1_epi64(bit_matrix(bits))); }
   const Bytes low_ = matrix({0, 0, 0, 0, 1, 2, 4, 8});
-  const Bytes high_ = matrix({0x10, 0x20, 0x40, 0x40, 0x40, 0x40, 0x40, 0x80});
+  const Bytes high_ = matrix({0x10, 0x20, 0x40, 0x40, 0x40, 0x40, 0x40, 0});
   const Bytes rare_low_ = kept(kRare.low), rare_high_ = kept(kRare.high);
   const Bytes one_ = kept(uint8_t{1}), magnitude_ = kept(uint8_t{0x7f}), rare_ = kept(uint8_t{9});
 };

@@ -360,10 +360,6 @@ inline __m512i _mm512_maskz_permutexvar_epi16(__mmask32 mask, __m512i order, __m
   return permuted<__m512i, uint16_t>(mask, order, from);
 }
 
-inline __m512i _mm512_maskz_permutexvar_epi64(__mmask8 mask, __m512i order, __m512i from) {
-  return permuted<__m512i, uint64_t>(mask, order, from);
-}
-
 inline __m512i _mm512_mask_permutexvar_epi16(__m512i other, __mmask32 mask, __m512i order, __m512i from) {
   const __m512i found = permuted<__m512i, uint16_t>(~0ull, order, from);
   return vector_of<__m512i, uint16_t>(

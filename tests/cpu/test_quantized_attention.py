@@ -156,6 +156,20 @@ def test_each_scale_multiplies_the_codes_that_share_it(kv_format: str, dim: int,
     assert_reference("paged_attention", args, "a key's scale is NaN")
 
 
+@pytest.mark.parametrize(
+    "kv_format", ["fp8_e4m3", "fp8_e4m3:token_head", "int8", "fp8_e5m2", "auto/fp8_e4m3", "int8/auto", "fp8_e4m3/int8"]
+)
+@pytest.mark.parametrize("dim", [32, 96, 160])
+def test_codes_of_8_bits_in_rows_of_any_size(kv_format: str, dim: int) -> None:
+    """Codes are read 64 at a time: what is left of a row, and the side that has no codes, lie in another order."""
+    for group, block_size in ((2, 16), (4, 16), (8, 8), (4, 32)):
+        args = quantized(
+            "paged_attention", kv_format, torch.bfloat16, heads=2 * group, kv_heads=2, dim=dim, block_size=block_size,
+            q_lens=[1, 1, 1], seq_lens=[15, 48, 333],
+        )  # fmt: skip
+        assert_reference("paged_attention", args, f"{group} heads on each, blocks of {block_size}")
+
+
 HELD = """
 import resource
 import torch
