@@ -136,15 +136,30 @@ inline Vec load_scales(const float* scales, int64_t d, int shift, int half) {
   return kEvensFirst<E> ? join_halves(low, high) : half ? high : low;
 }
 
+constexpr int64_t kValues = 16;  // weighed at a time of several heads
+
+// kv heads that are attended to at once, some keys after the other, as memory has them. L1 then holds the rows at hand
+// of all heads, with what a core fetches by itself beyond the lines of each. It would not those of a whole tile: a head
+// after the other took up to twice as long.
+struct Heads {
+  int64_t count = 1;
+  int64_t values = kMostKeys;  // at a time
+  // From one head to the next:
+  int64_t row = 0;      // elements
+  int64_t queries = 0;  // of their type
+  int64_t scores = 0;   // or weights: floats
+  int64_t state = 0;    // decay: floats
+};
+
 // Rows of codes or numbers in products of floats, half a pair at a time. Queries are in the order of load_pair.
 template <bool kGrouped, class E>
 struct InFloats {
   using Query = float;
   static constexpr int kParts = 2;  // of a pair
-  const Groups& groups;
+  const Groups groups;
 
-  Vec numbers(const E* const* rows, int64_t n, int64_t d, int half) const {
-    const Vec found = load_half(rows[n] + d / kPerByte<E>, half);
+  Vec numbers(const E* row, int64_t n, int64_t d, int half) const {  // of row n
+    const Vec found = load_half(row + d / kPerByte<E>, half);
     if constexpr (kGrouped) return found * load_scales<E>(groups.of(n), d, groups.shift, half);
     return found;
   }
@@ -158,27 +173,30 @@ template <class E>
 constexpr int kSumsOf = sizeof(E) > 1 || std::is_same_v<E, int8_t> ? kManySums : kAccumulators;
 
 // Few rows: lanes run over dims. R rows x kSums / R keys in registers: a key is read once for R rows, a query once for
-// those keys. The queries [R, dim] stay in L1. `keys` may be read up to the next multiple of kSums / R.
-template <int R, class Products, class E>
+// those keys. The queries of each head [width, dim] stay in L1. `keys` may be read up to a multiple of kSums / R.
+template <int R, class Products, class E, class Ahead>
 void score_few(const Products& products, const typename Products::Query* queries, int64_t dim, const E* const* keys,
-               int64_t count, float* scores, int64_t width, Prefetcher& ahead) {
+               int64_t count, float* scores, int64_t width, const Heads& heads, Ahead& ahead) {
   constexpr int kSums = kSumsOf<E>, kKeys = kSums / R;
   constexpr int kParts = Products::kParts;                     // of a pair of vectors
   constexpr int kAtOnce = kSums > kAccumulators ? 1 : kParts;  // many sums leave no registers for both
-  for (int64_t n = 0; n < count; n += kKeys) {
+  const auto some_rows = [&](const auto* own, int64_t n, int64_t from, float* score) __attribute__((always_inline)) {
     Vec sum[kSums] = {};
+    const E* row[kKeys];
+#pragma GCC unroll 16
+    for (int k = 0; k < kKeys; ++k) row[k] = keys[n + k] + from;
+    ahead.step(dim / kPair);
 #pragma GCC unroll 2
     for (int first = 0; first < kParts; first += kAtOnce) {
       for (int64_t d = 0; d < dim; d += kPair) {
-        if (first == 0) ahead.step();
 #pragma GCC unroll 2
         for (int part = first; part < first + kAtOnce; ++part) {
-          decltype(products.numbers(keys, n, d, part)) key[kKeys];
+          decltype(products.numbers(row[0], n, d, part)) key[kKeys];
 #pragma GCC unroll 16
-          for (int k = 0; k < kKeys; ++k) key[k] = products.numbers(keys, n + k, d, part);
+          for (int k = 0; k < kKeys; ++k) key[k] = products.numbers(row[k], n + k, d, part);
 #pragma GCC unroll 4
           for (int r = 0; r < R; ++r) {
-            auto query = products.query(queries + r * dim + d, part);
+            auto query = products.query(own + r * dim + d, part);
             keep_in_register(query);
 #pragma GCC unroll 16
             for (int k = 0; k < kKeys; ++k) sum[k * R + r] = products.add(sum[k * R + r], key[k], query);
@@ -186,14 +204,10 @@ void score_few(const Products& products, const typename Products::Query* queries
         }
       }
     }
-    float* score = scores + n * width;  // four neighbours among the sums are neighbours among the scores
-    Quad quads[kSums / 4];
+    Quad quads[kSums / 4];  // four neighbours among the sums are neighbours among the scores
 #if defined(__AVX512F__)
     const Vec all = kUnit<E> * sum_lanes(sum);
-    if (width == R) {
-      store(score, all);
-      continue;
-    }
+    if (width == R) return store(score, all);
     std::memcpy(quads, &all, sizeof all);
 #else
 #pragma GCC unroll 4
@@ -201,6 +215,13 @@ void score_few(const Products& products, const typename Products::Query* queries
 #endif
 #pragma GCC unroll 4
     for (int i = 0; i < kSums; i += 4) std::memcpy(score + i / R * width + i % R, &quads[i / 4], sizeof(Quad));
+  };
+  for (int64_t n = 0; n < count; n += kKeys) {
+    for (int64_t head = 0; head < heads.count; ++head) {
+      for (int64_t row = 0; row < width; row += R)
+        some_rows(queries + head * heads.queries + row * dim, n, head * heads.row,
+                  scores + head * heads.scores + n * width + row);
+    }
   }
 }
 
@@ -257,23 +278,39 @@ inline void score_many_rows(const float* queries, int64_t dim, const float* keys
   }
 }
 
+// Sums of R rows times a unit and what they are worth now; decay may be null: as much as before.
+template <int R, int V>
+inline void decay_sums(const float* decay, float unit, Vec (&sum)[R][V]) {
+  if (!decay && unit == 1.0f) return;
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const Vec worth = broadcast(decay ? decay[r] * unit : unit);
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sum[r][v] *= worth;
+  }
+}
+
 // out[row] = decay[row] * out[row] + sum over keys of weights[n, row] * value n, for R rows and V vectors of dims,
 // which stay in registers while the keys go by: those from the pair at dim d on, or with kOdd from its second half on.
+// decay may be null.
 template <int R, int V, bool kOdd, class Products, class E, class Ahead>
-void weigh(const Products& products, const float* weights, int64_t width, const E* const* values, int64_t count,
-           int64_t d, const float* decay, float* out, int64_t out_row, Ahead& ahead) {
+[[gnu::always_inline]] inline void weigh(const Products& products, const float* weights, int64_t width,
+                                         const E* const* values, int64_t count, int64_t from, int64_t d,
+                                         const float* decay, float* out, int64_t out_row, Ahead& ahead) {
   out += d + kOdd * kLanes;
   Vec sum[R][V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) sum[r][v] = decay[r] / kUnit<E> * load(out + r * out_row + v * kLanes);
+    for (int v = 0; v < V; ++v) sum[r][v] = load(out + r * out_row + v * kLanes);
   }
+  decay_sums(decay, 1.0f / kUnit<E>, sum);
   for (int64_t n = 0; n < count; ++n) {
-    if (n % 2 == 0) ahead.step();
+    if (n % 8 == 0) ahead.step((std::min<int64_t>(8, count - n) + 1) / 2);
     Vec numbers[V];
 #pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) numbers[v] = products.numbers(values, n, d + (v + kOdd) / 2 * kPair, (v + kOdd) % 2);
+    for (int v = 0; v < V; ++v)
+      numbers[v] = products.numbers(values[n] + from, n, d + (v + kOdd) / 2 * kPair, (v + kOdd) % 2);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const float weight = weights[n * width + r];
@@ -326,13 +363,26 @@ void with_rows_at_once(int64_t width, F&& function) {
   function(std::integral_constant<int, 1>{});
 }
 
-// score_few for all rows of a tile: queries [width, dim], scores [count, width].
-template <class Products, class E>
+// score_few for any number of rows: queries [width, dim], scores [count, width].
+template <class Products, class E, class Ahead>
 void score_few_all(const Products& products, const typename Products::Query* queries, int64_t dim, const E* const* keys,
-                   int64_t count, float* scores, int64_t width, Prefetcher& ahead) {
+                   int64_t count, float* scores, int64_t width, const Heads& heads, Ahead& ahead) {
+  with_rows_at_once(width,
+                    [&](auto r) { score_few<r>(products, queries, dim, keys, count, scores, width, heads, ahead); });
+}
+
+// function(r, v, odd, head, row, d, n, count): each_block for some values after the other, and all heads. Of `keys`
+// values.
+template <class E, class F>
+void each_slice(const Heads& heads, int64_t width, int64_t rows, int64_t keys, int64_t dims, F&& function) {
   with_rows_at_once(width, [&](auto r) {
-    for (int64_t row = 0; row < width; row += r)
-      score_few<r>(products, queries + row * dim, dim, keys, count, scores + row, width, ahead);
+    for (int64_t n = 0; n < keys; n += heads.values) {
+      for (int64_t head = 0; head < heads.count; ++head) {
+        each_block<r, E>(rows, dims, [&](auto v, auto odd, int64_t row, int64_t d) __attribute__((always_inline)) {
+          function(r, v, odd, head, row, d, n, std::min(heads.values, keys - n));
+        });
+      }
+    }
   });
 }
 
@@ -343,23 +393,25 @@ inline bool many_calls(int64_t width) { return width >= 4 * kLanes; }
 inline int64_t steps_of_block(int64_t width, int64_t count) { return many_calls(width) ? 1 : (count + 1) / 2; }
 
 // weigh for `rows` rows of a tile and all dims: weights [count, width], sums [rows, dims].
-template <class Products, class E>
+template <class Products, class E, class Ahead>
 void weigh_all(const Products& products, const float* weights, int64_t width, int64_t rows, const E* const* values,
-               int64_t count, const float* decay, float* sums, int64_t dims, Prefetcher& ahead) {
-  with_rows_at_once(width, [&](auto r) {
-    each_block<r, E>(rows, dims, [&](auto v, auto odd, int64_t row, int64_t d) {
-      const auto weigh_block = [&](auto& ahead) {
-        weigh<r, v, odd>(products, weights + row, width, values, count, d, decay + row, sums + row * dims, dims, ahead);
-      };
-      if (std::is_same_v<E, float> && many_calls(width)) {
-        FetchNothing nothing;
-        ahead.step();
-        weigh_block(nothing);
-      } else {
-        weigh_block(ahead);
-      }
-    });
-  });
+               int64_t count, const float* decay, float* sums, int64_t dims, const Heads& heads, Ahead& ahead) {
+  const auto block = [&](auto r, auto v, auto odd, int64_t head, int64_t row, int64_t d, int64_t n,
+                         int64_t some) __attribute__((always_inline)) {
+    const auto weigh_block = [&](auto& ahead) __attribute__((always_inline)) {
+      weigh<r, v, odd>(products, weights + head * heads.scores + n * width + row, width, values + n, some,
+                       head * heads.row, d, n ? nullptr : decay + head * heads.state + row,
+                       sums + (head * width + row) * dims, dims, ahead);
+    };
+    if (std::is_same_v<E, float> && many_calls(width)) {
+      FetchNothing nothing;
+      ahead.step();
+      weigh_block(nothing);
+    } else {
+      weigh_block(ahead);
+    }
+  };
+  each_slice<E>(heads, width, rows, count, dims, block);
 }
 
 // rows [count, width] of a tile, each times its key's factor.

@@ -37,16 +37,14 @@ struct InHalves {
   using Query = bf16;
   static constexpr int kParts = 1;
 
-  BitVec numbers(const E* const* keys, int64_t n, int64_t d, int) const {
-    return load_halves(keys[n] + d / kPerByte<E>);
-  }
+  BitVec numbers(const E* row, int64_t, int64_t d, int) const { return load_halves(row + d / kPerByte<E>); }
   static BitVec query(const bf16* pair, int) { return load_halves(pair); }
   static Vec add(Vec sum, BitVec key, BitVec query) { return add_products(sum, key, query); }
 };
 
 // Weights [count, width] as pairs of keys [count / 2, width]. What an odd count lacks is 0 in `weights`, which may be
 // read up to a multiple of kPair.
-inline void pair_weights(const float* weights, int64_t count, int64_t width, uint32_t* out) {
+inline void pair_weights(const float* weights, int64_t count, int64_t width, float* out) {
   uint16_t order[kPair];  // those of two keys take turns; the width is a power of two
   for (int64_t i = 0; i < kPair; ++i)
     order[i] = static_cast<uint16_t>((i & ~(2 * width - 1)) + i % 2 * width + (i & (2 * width - 1)) / 2);
@@ -59,21 +57,23 @@ inline void pair_weights(const float* weights, int64_t count, int64_t width, uin
 
 // As weigh: two values at once, R rows x V vectors of sums. The unpacking leaves the sums of each 32 dims in an order
 // of its own, which unpair_sums undoes.
-template <int R, int V, class E>
-void weigh_pairs(const uint32_t* weights, int64_t width, const E* const* values, int64_t count, int64_t dim,
-                 const float* decay, float* out, int64_t out_row, Prefetcher& ahead) {
+template <int R, int V, class E, class Ahead>
+[[gnu::always_inline]] inline void weigh_pairs(const float* weights, int64_t width, const E* const* values,
+                                               int64_t count, int64_t from, const float* decay, float* out,
+                                               int64_t out_row, Ahead& ahead) {
   Vec sum[R][V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) sum[r][v] = decay[r] * load(out + r * out_row + v * kLanes);
+    for (int v = 0; v < V; ++v) sum[r][v] = load(out + r * out_row + v * kLanes);
   }
+  decay_sums(decay, 1.0f, sum);
+  ahead.step((count + 1) / 2);
   for (int64_t n = 0; n < count; n += 2) {
-    ahead.step();
     BitVec numbers[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; v += 2) {
-      const int64_t d = (dim + v * kLanes) / kPerByte<E>;
+      const int64_t d = from + v * kLanes / kPerByte<E>;
       const __m512i a = (__m512i)load_halves(values[n] + d);
       const __m512i b = n + 1 < count ? (__m512i)load_halves(values[n + 1] + d) : __m512i{};
       numbers[v] = (BitVec)_mm512_maskz_unpacklo_epi16(~0u, a, b);
@@ -81,7 +81,7 @@ void weigh_pairs(const uint32_t* weights, int64_t width, const E* const* values,
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const BitVec weight = weights[n / 2 * width + r] - BitVec{};
+      const BitVec weight = (BitVec)_mm512_set1_ps(weights[n / 2 * width + r]);
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) sum[r][v] = add_products(sum[r][v], weight, numbers[v]);
     }
@@ -91,6 +91,19 @@ void weigh_pairs(const uint32_t* weights, int64_t width, const E* const* values,
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) store(out + r * out_row + v * kLanes, sum[r][v]);
   }
+}
+
+// As weigh_all.
+template <class E, class Ahead>
+void weigh_all_pairs(const float* weights, int64_t width, int64_t rows, const E* const* values, int64_t count,
+                     const float* decay, float* sums, int64_t dims, const Heads& heads, Ahead& ahead) {
+  const auto block = [&](auto r, auto v, auto, int64_t head, int64_t row, int64_t d, int64_t n,
+                         int64_t some) __attribute__((always_inline)) {
+    weigh_pairs<r, v>(weights + head * heads.scores + n / 2 * width + row, width, values + n, some,
+                      head * heads.row + d / kPerByte<E>, n ? nullptr : decay + head * heads.state + row,
+                      sums + (head * width + row) * dims + d, dims, ahead);
+  };
+  each_slice<E>(heads, width, rows, count, dims, block);
 }
 
 // A row's sums in the order of its dims.

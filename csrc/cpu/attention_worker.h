@@ -82,8 +82,8 @@ class Worker {
     sums_.want(kRows * value_dim_);
     peak_.want(kRows * kLanes);
     total_.want(kRows * kLanes);
-    decay_.want(kRows);
-    scores_.want(kMostKeys * kRows);
+    decay_.want(kRows * kLanes);
+    scores_.want(std::max(kMostKeys, kApart) * kRows);
     bias_.want(kMostKeys);
     factors_.want(kMostKeys);
     row_.want(std::max(dim_, value_dim_));
@@ -116,6 +116,7 @@ class Worker {
     narrow_ = narrow && paired_;
     beside_ = beside && tiled_ && width_ == kSide && has_tiles();
     scales_later_ = false;
+    head_scores_ = scores_;
     want_keys();
     bounds_.clear();
     all_ = {std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
@@ -149,18 +150,23 @@ class Worker {
         if constexpr (kNarrowed) finish_due();
         continue;
       }
-      const int64_t steps = tiled_ ? steps_of(keys.count) : narrow_ ? 0 : steps_in_vectors(keys.count);
+      if constexpr (Source::kInPlace) {
+        if (sliced()) score_slices(keys, next, begin == task.begin);
+      }
       for (int64_t head = 0; head < task.heads; ++head) {
         if (narrow_) {
           if constexpr (kNarrowed) start_narrow(keys, next, head);
+        } else if (sliced()) {
+          if constexpr (Source::kInPlace) ready_scores(keys, next, head);
         } else {
-          ahead_.clear();
-          want_next(keys, next, head, begin == task.begin);
-          if (steps > 0) ahead_.finish_within(steps, tiled_ && has_tiles() && width_ == kSide ? 4 : 1);
+          want_next(keys, next, head);
           score(keys, head);
         }
         adjust(keys, head);
         function(keys, head);
+      }
+      if constexpr (Source::kInPlace) {
+        if (sliced() && weighs_) weigh_slices(keys);
       }
     }
     if constexpr (kNarrowed) finish_due();
@@ -170,13 +176,13 @@ class Worker {
   // from `first` on.
   template <class F>
   void strips(F&& function) {
-    if (!tiled_) return function(scores_, width_, int64_t{0});
+    if (!tiled_) return function(head_scores_, width_, int64_t{0});
     for (int64_t row = 0; row < width_; row += kSide) function(scores_ + row * kMostKeys, kSide, row);
   }
 
   // One of them: of key n and a row.
   float& score_at(int64_t n, int64_t row) {
-    return tiled_ ? scores_[(row / kSide * kMostKeys + n) * kSide + row % kSide] : scores_[n * width_ + row];
+    return tiled_ ? scores_[(row / kSide * kMostKeys + n) * kSide + row % kSide] : head_scores_[n * width_ + row];
   }
 
   // Whether key n is one that a row attends to.
@@ -194,6 +200,7 @@ class Worker {
   }
 
  private:
+  static constexpr int64_t kApart = kTile + kManySums;              // from one head's scores to the next, in keys
   static constexpr bool kNarrowed = kTiles<T> && Source::kInPlace;  // where there may be few rows in tiles
 
   // A task's peaks, totals and sums.
@@ -213,27 +220,21 @@ class Worker {
       strips([&](float* scores, int64_t width, int64_t first) {
         const int64_t row = head * state_width() + first;
         soften(scores, keys.count, width, scales_later_ ? rule_.scale : 1.0f, tiled_ || narrow_ ? kSlack : 0.0f,
-               peak_ + row, total_ + row, decay_ + first);
+               peak_ + row, total_ + row, decay_ + (sliced() ? row : first));
       });
-      weigh(keys, head);
+      sliced() ? ready_weights(keys, head) : weigh(keys, head);
     });
     weighs_ = false;
   }
 
-  // What is fetched while one kv head of a tile is worked on: the rows of the next head. Of rows that are read in place
-  // rather a part of the next tile, as memory has it, so that a core's own prefetching helps; all heads together get
-  // through it.
-  void want_next(const Keys& keys, const Keys& next, int64_t head, bool first_tile) {
-    const int64_t heads = task_->heads, first_head = task_->first_head;
-    const bool parts = in_place_ && heads > 1, last = head + 1 == heads;
-    if (!parts || (first_tile && !last)) {
-      const Keys& tile = last ? next : keys;
-      source_.prefetch(tile, {0, tile.count, first_head + (last ? 0 : head + 1), 1}, ahead_);
-    }
-    if (!parts) return;
-    const Wanted tokens{next.count * head / heads, next.count * (head + 1) / heads, first_head, heads};
-    const Wanted one_head{0, next.count, first_head + head, 1};
-    source_.prefetch(next, source_.keys().heads_together() ? tokens : one_head, ahead_);
+  // What is fetched while one kv head of a tile is worked on: the rows of the next head.
+  void want_next(const Keys& keys, const Keys& next, int64_t head) {
+    const bool last = head + 1 == task_->heads;
+    const Keys& tile = last ? next : keys;
+    ahead_.clear();
+    source_.prefetch(tile, {0, tile.count, task_->first_head + (last ? 0 : head + 1), 1}, ahead_);
+    const int64_t steps = tiled_ ? steps_of(keys.count) : steps_in_vectors(keys.count);
+    if (steps > 0) ahead_.finish_within(steps, tiled_ && has_tiles() && width_ == kSide ? 4 : 1);
   }
 
   // Where keys go that are not read in place. What rounding up adds to their rows stays 0.
@@ -377,9 +378,6 @@ class Worker {
   // Scores of a tile of keys and one kv head, scaled where queries are, and not masked.
   void score(const Keys& keys, int64_t head) {
     if (tiled_) return score_tiled(keys, head);
-    if constexpr (Source::kInPlace) {
-      if (in_place_) return score_in_place(keys, head);
-    }
     for (int64_t n = 0; n < keys.count; ++n)
       source_.load_key(keys, n, task_->first_head + head, key_buffer_, key_rows_ + n * apart(dim_));
     if (rows_in_lanes_)
@@ -387,91 +385,138 @@ class Worker {
                              scores_, width_, ahead_);
     const float* key[kTile + kManySums];
     for (int64_t n = 0; n < keys.count + kManySums; ++n) key[n] = key_rows_ + std::min(n, keys.count - 1) * apart(dim_);
-    score_rows<false>(keys, head, key, {});
+    const float* queries = queries_ + head * width_ * dim_;
+    score_few_all(InFloats<false, float>{{}}, queries, dim_, key, keys.count, scores_, width_, {}, ahead_);
   }
 
-  void score_in_place(const Keys& keys, int64_t head) {
-    with_rows(source_.keys(), keys.key, keys.count, head, key_scales_,
-              [&](const auto* rows, auto grouped, Groups groups) { score_rows<grouped>(keys, head, rows, groups); });
-    apply_factors(source_.keys(), keys.key, keys.count, head);
+  // In place and in vectors: a few keys after the other, of all heads, in the order of memory.
+  bool sliced() const { return in_place_ && !narrow_; }
+
+  float* scores_of(int64_t head) const { return scores_ + head * kApart * width_; }
+
+  // The scores of a tile and all heads. While they are made and their values weighed, the next tile is fetched.
+  void score_slices(const Keys& keys, const Keys& next, bool first_tile) {
+    rows_ahead_.clear();
+    const auto want = [&](const Keys& tile, int64_t first) {
+      const Wanted rows{std::min(first, tile.count), tile.count, task_->first_head, task_->heads};
+      source_.keys().prefetch(tile.key.row, rows, rows_ahead_);
+      if (weighs_) source_.values().prefetch(tile.value.row, {0, tile.count, rows.head, rows.heads}, rows_ahead_);
+    };
+    if (first_tile) want(keys, kValues);
+    want(next, 0);
+    rows_ahead_.finish_within(steps_in_vectors(keys.count) * task_->heads);
+    with_rows(source_.keys(), keys.key, keys.count, key_scales_,
+              [&](const auto* rows, auto grouped, const Groups& groups, int64_t head, const Heads& heads) {
+                score_rows<grouped>(rows, keys.count, groups, head, heads);
+              });
   }
 
   template <bool kGrouped, class E>
-  void score_rows(const Keys& keys, int64_t head, const E* const* key, const Groups& groups) {
+  void score_rows(const E* const* rows, int64_t count, const Groups& groups, int64_t head, Heads heads) {
     const float* queries = queries_ + head * width_ * dim_;
+    heads.queries = width_ * dim_;
 #if defined(__AVX512BF16__)
-    if constexpr (kTiles<T> && Source::kInPlace && !kGrouped) {
-      const bf16* halves = as_bf16(queries_ + head * width_ * dim_);
-      if (paired_) return score_few_all(InHalves<E>{}, halves, dim_, key, keys.count, scores_, width_, ahead_);
+    if constexpr (kTiles<T> && !kGrouped) {
+      if (paired_) {
+        heads.queries *= 2;  // of bfloat16
+        const auto* halves = reinterpret_cast<const bf16*>(queries);
+        return score_few_all(InHalves<E>{}, halves, dim_, rows, count, scores_of(head), width_, heads, rows_ahead_);
+      }
     }
 #endif
-    score_few_all(InFloats<kGrouped, E>{groups}, queries, dim_, key, keys.count, scores_, width_, ahead_);
+    score_few_all(InFloats<kGrouped, E>{groups}, queries, dim_, rows, count, scores_of(head), width_, heads,
+                  rows_ahead_);
+  }
+
+  // Those of one head, and scales of the next tile are fetched.
+  void ready_scores(const Keys& keys, const Keys& next, int64_t head) {
+    head_scores_ = scores_of(head);
+    apply_factors(source_.keys(), keys.key, keys.count, head);
+    want_scales(next, head);
+  }
+
+  // Of the next tile those of a part, as many parts as there are heads.
+  void want_scales(const Keys& next, int64_t head) const {
+    const int64_t first = next.count * head / task_->heads, end = next.count * (head + 1) / task_->heads;
+    source_.keys().prefetch_scales(next.key, first, end);
+    if (weighs_) source_.values().prefetch_scales(next.value, first, end);
   }
 
   // The scores have become weights: the values of a tile and one kv head, weighed, are added to the sums.
   void weigh(const Keys& keys, int64_t head) {
     if (value_dim_ == 0) return;
-    if constexpr (Source::kInPlace) {
-      if (in_place_) return weigh_in_place(keys, head);
-    }
     const float* value[kTile];
     for (int64_t n = 0; n < keys.count; ++n) {
       value[n] = Source::kValuesAreKeys ? key_rows_ + n * apart(dim_) : value_rows_ + n * apart(value_dim_);
       if (!Source::kValuesAreKeys)
         source_.load_value(keys, n, task_->first_head + head, value_buffer_, value_rows_ + n * apart(value_dim_));
     }
-    weigh_rows<false>(keys, head, value, {});
+    weigh_all(InFloats<false, float>{{}}, scores_, width_, task_->rows(), value, keys.count, decay_,
+              sums_ + head * width_ * value_dim_, value_dim_, {}, ahead_);
   }
 
-  void weigh_in_place(const Keys& keys, int64_t head) {
+  // A head's weights as weigh_slices wants them.
+  void ready_weights(const Keys& keys, int64_t head) {
+    if (value_dim_ == 0) return;
     apply_factors(source_.values(), keys.value, keys.count, head);
-    with_rows(source_.values(), keys.value, keys.count, head, value_scales_,
-              [&](const auto* rows, auto grouped, Groups groups) { weigh_rows<grouped>(keys, head, rows, groups); });
+#if defined(__AVX512BF16__)
+    if (paired_) pair_weights(head_scores_, keys.count, width_, head_scores_);
+#endif
+  }
+
+  // weigh for all heads, whose weights are ready.
+  void weigh_slices(const Keys& keys) {
+    with_rows(source_.values(), keys.value, keys.count, value_scales_,
+              [&](const auto* rows, auto grouped, const Groups& groups, int64_t head, const Heads& heads) {
+                weigh_rows<grouped>(rows, keys.count, groups, head, heads);
+              });
   }
 
   template <bool kGrouped, class E>
-  void weigh_rows(const Keys& keys, int64_t head, const E* const* value, const Groups& groups) {
+  void weigh_rows(const E* const* rows, int64_t count, const Groups& groups, int64_t head, const Heads& heads) {
+    const float *weights = scores_of(head), *decay = decay_ + head * state_width();
     float* sums = sums_ + head * width_ * value_dim_;
 #if defined(__AVX512BF16__)
-    if constexpr (kTiles<T> && Source::kInPlace && !kGrouped) {
-      if (paired_) {
-        alignas(kLine) uint32_t pairs[kTile * kLanes / 4];
-        pair_weights(scores_, keys.count, width_, pairs);
-        return with_rows_at_once(width_, [&](auto r) {
-          each_block<r, E>(task_->rows(), value_dim_, [&](auto v, auto, int64_t row, int64_t d) {
-            weigh_pairs<r, v>(pairs + row, width_, value, keys.count, d, decay_ + row, sums + row * value_dim_ + d,
-                              value_dim_, ahead_);
-          });
-        });
-      }
+    if constexpr (kTiles<T> && !kGrouped) {
+      if (paired_)
+        return weigh_all_pairs(weights, width_, task_->rows(), rows, count, decay, sums, value_dim_, heads,
+                               rows_ahead_);
     }
 #endif
-    weigh_all(InFloats<kGrouped, E>{groups}, scores_, width_, task_->rows(), value, keys.count, decay_, sums,
-              value_dim_, ahead_);
+    weigh_all(InFloats<kGrouped, E>{groups}, weights, width_, task_->rows(), rows, count, decay, sums, value_dim_,
+              heads, rows_ahead_);
   }
 
-  // function(rows, grouped, groups): a tile's rows where they lie, and the scales of their groups.
+  // function(rows, grouped, groups, head, heads): a tile's rows where they lie, from this head of the task on, and the
+  // scales of their groups. All heads at once if they lie side by side, unless they have such scales.
   template <class F>
-  void with_rows(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head, Floats& scales,
-                 F&& function) {
-    head += task_->first_head;
+  void with_rows(const CachedRows<T>& rows, const Places& places, int64_t count, Floats& scales, F&& function) {
     rows.with_type([&](auto zero) {
       using E = decltype(zero);
       if constexpr (!std::is_same_v<E, uint4x2>) {  // KIVI's codes are not read in place
-        const E *row[kTile + kManySums], *last = nullptr;
-        const char* first = rows.row(0, head);
-        for (int64_t n = 0; n < count; ++n) row[n] = last = reinterpret_cast<const E*>(first + places.row[n]);
-        std::fill_n(row + count, kManySums, last);
-        const auto with_groups = [&](const auto* row) {
-          if constexpr (kMayHaveGroups<E>) {
-            if (rows.grouped()) return function(row, std::true_type{}, load_groups(rows, places, count, head, scales));
+        Heads heads;
+        if (rows.heads_together() && !rows.grouped() && task_->heads > 1)
+          heads = {task_->heads, kValues, rows.size() / kPerByte<E>, 0, kApart * width_, state_width()};
+        for (int64_t head = 0; head < task_->heads; head += heads.count) {
+          const E *row[kTile + kManySums], *last = nullptr;
+          const char* first = rows.row(0, task_->first_head + head);
+          for (int64_t n = 0; n < count; ++n) row[n] = last = reinterpret_cast<const E*>(first + places.row[n]);
+          std::fill_n(row + count, kManySums, last);
+          const auto with_groups = [&](const auto* row) {
+            if constexpr (kMayHaveGroups<E>) {
+              if (rows.grouped())
+                return function(row, std::true_type{}, load_groups(rows, places, count, head, scales), head, heads);
+            }
+            function(row, std::false_type{}, Groups{}, head, heads);
+          };
+          if constexpr (kHasFinite<E>) {
+            if (all_finite(row, count, heads.count * rows.size())) {
+              with_groups(as_finite(row));
+              continue;
+            }
           }
-          function(row, std::false_type{}, Groups{});
-        };
-        if constexpr (kHasFinite<E>) {
-          if (all_finite(row, count, rows.size())) return with_groups(as_finite(row));
+          with_groups(row);
         }
-        with_groups(row);
       }
     });
   }
@@ -479,7 +524,7 @@ class Worker {
   Groups load_groups(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head,
                      Floats& scales) const {
     scales.want_zeros((kTile + kManySums) * std::max(dim_, value_dim_) / kLanes + kLanes);
-    rows.load_scales(places, count, head, scales);
+    rows.load_scales(places, count, task_->first_head + head, scales);
     return {scales, rows.size() / rows.span(), __builtin_ctzll(rows.span())};
   }
 
@@ -487,7 +532,7 @@ class Worker {
   void apply_factors(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head) {
     if (!rows.has_factor()) return;
     load_factors(rows, places, count, head);
-    multiply_keys(scores_, count, width_, factors_);
+    multiply_keys(head_scores_, count, width_, factors_);
   }
 
   void load_factors(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head) {
@@ -612,9 +657,7 @@ class Worker {
   void start_narrow(const Keys& keys, const Keys& next, int64_t head) {
     const bool last = head + 1 == task_->heads;
     last ? want_narrow(next, 0) : want_narrow(keys, head + 1);
-    const int64_t first = next.count * head / task_->heads, end = next.count * (head + 1) / task_->heads;
-    source_.keys().prefetch_scales(next.key, first, end);
-    if (weighs_) source_.values().prefetch_scales(next.value, first, end);
+    want_scales(next, head);
     nibbles_ ? score_nibbles(keys, head) : score_numbers(keys, head);
     weigh_due();
     if (!source_.keys().has_factor()) return;
@@ -741,9 +784,8 @@ class Worker {
   void score_tiled(const Keys& keys, int64_t head) {
     find_keys(keys, head, tiles_);
     const bf16* queries = as_bf16(queries_ + head * width_ * dim_);
-    FetchOnce ahead{ahead_, has_tiles()};
     const auto score = [&](int first, int last, float* to) {
-      score_head(tiles_, first, last, keys.count, queries, width_, dim_, to, ahead);
+      score_head(tiles_, first, last, keys.count, queries, width_, dim_, to, ahead_);
     };
     if (tiles_.parts == 1 || !source_.keys().has_factor()) {
       score(0, tiles_.parts, scores_);
@@ -793,14 +835,13 @@ class Worker {
   void weigh_tiled(const Keys& keys, int64_t head) {
     float* sums = sums_ + head * width_ * value_dim_;
     const bf16* weights = as_bf16(packed_weights_);
-    FetchOnce ahead{ahead_, has_tiles()};
     const KeyTiles::Part values = find_values(keys, head);
-    if (beside_) return weigh_beside(weights, values, groups_of(keys), value_dim_, sums, ahead);
+    if (beside_) return weigh_beside(weights, values, groups_of(keys), value_dim_, sums, ahead_);
     const bf16* rows[kMostKeys];
     for (int64_t n = 0; n < keys.count; ++n)
       rows[n] = values.at[n / kSide] + n % kSide * values.row_bytes[n / kSide] / static_cast<int64_t>(sizeof(bf16));
     std::fill(rows + keys.count, rows + round_up(keys.count, kDepth), rows[0]);
-    weigh_head(weights, width_, rows, keys.count, value_dim_, sums, as_bf16(packed_values_), ahead);
+    weigh_head(weights, width_, rows, keys.count, value_dim_, sums, as_bf16(packed_values_), ahead_);
   }
 
   // Of kSide rows those past count: 0, so that weights of 0 leave no trace of them.
@@ -899,7 +940,7 @@ class Worker {
       const Bound bound = bounds_[query];
       for (int64_t n = 0; n < keys.count; ++n) {
         if (keys.position[n] > bound.after && keys.position[n] <= bound.last) continue;
-        std::fill_n(scores_ + n * width_ + query * task_->members, task_->members, -kInfinity);
+        std::fill_n(head_scores_ + n * width_ + query * task_->members, task_->members, -kInfinity);
       }
     }
   }
@@ -966,6 +1007,7 @@ class Worker {
   Floats sums_;                    // [heads, width, value_dim]
   Floats peak_, total_;            // [heads, max(width, kLanes)]
   Floats decay_, scores_, bias_, row_;
+  float* head_scores_ = nullptr;  // those of the head that is worked on
   Floats key_rows_, value_rows_;
   Floats key_scales_, value_scales_, factors_;  // of a tile's rows
   RowBuffer key_buffer_, value_buffer_;
@@ -984,6 +1026,7 @@ class Worker {
   std::vector<bool> left_;              // rows [heads, rows] that are not finished
   Bound all_{};                         // what all queries attend to
   Prefetcher ahead_;
+  RowsAhead rows_ahead_;  // of slices
   const Task* task_ = nullptr;
   const Sequence* sequence_ = nullptr;
   int64_t width_ = 0;

@@ -89,7 +89,8 @@ class CachedCodes {
   // Whether the heads of a token lie side by side, so that its rows are one.
   bool heads_together() const { return head_ == row_bytes(); }
 
-  void prefetch(const int64_t* offsets, const Wanted& wanted, Prefetcher& ahead) const {
+  template <class Ahead>
+  void prefetch(const int64_t* offsets, const Wanted& wanted, Ahead& ahead) const {
     const int64_t rows = heads_together() ? wanted.heads : 1, heads = wanted.heads / std::max<int64_t>(1, rows);
     for (int64_t head = 0; head < heads; ++head)
       ahead.add(row(0, wanted.head + head), rows * row_bytes(), offsets + wanted.first, wanted.last - wanted.first);

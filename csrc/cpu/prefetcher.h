@@ -10,15 +10,13 @@ inline constexpr int64_t kHere = 0;  // the offset of a row that is named by its
 // Rows wanted next, a few cache lines at a time, as evenly as the work on others goes: a core drops requests while too
 // many wait.
 #if defined(__AVX512F__)
-// Loops that are faster than memory ask for each line several times; where it is there already that costs an
-// instruction.
+// Lines go to L2: L1 is left to what is worked on.
 class Prefetcher {
  public:
   // Rows of another list follow. What is left of the last one is given up.
   void clear() {
-    std::copy_n(pieces_ + count_ - kBefore, kBefore, pieces_);
-    count_ = at_ = kBefore;
-    due_ = at_ << kShift;
+    count_ = at_ = due_ = each_ = 0;
+    streams_ = 1;
     pace_ = 1 << kShift;
   }
 
@@ -27,29 +25,27 @@ class Prefetcher {
     const char* first = static_cast<const char*>(rows);
     if (bytes <= kPiece) {
       count = std::min(count, kMost - count_);
-      for (int64_t n = 0; n < count; ++n) pieces_[count_ + n] = first + offsets[n];
-      count_ += count;
-      return;
+      for (int64_t n = 0; n < count; ++n) pieces_[count_++] = first + offsets[n];
+    } else {
+      for (int64_t n = 0; n < count; ++n) {
+        for (int64_t at = 0; at < bytes && count_ < kMost; at += kPiece) pieces_[count_++] = first + offsets[n] + at;
+      }
     }
-    for (int64_t n = 0; n < count; ++n) {
-      for (int64_t at = 0; at < bytes && count_ < kMost; at += kPiece) pieces_[count_++] = first + offsets[n] + at;
-    }
+    each_ = count_;
   }
 
-  // All of the list in that many steps, to L2 perhaps in parts side by side: a core reads four streams faster than one.
+  // All of the list in that many steps, perhaps in parts side by side: a core reads four streams faster than one.
   void finish_within(int64_t steps, int64_t streams = 1) {
     while (count_ % streams && count_ < kMost) pieces_[count_] = pieces_[count_ - 1], ++count_;
     streams_ = streams;
-    each_ = (count_ - kBefore) / streams;
+    each_ = count_ / streams;
     pace_ = ((each_ << kShift) + steps - 1) / steps;
   }
 
-  // For loops in tiles, which leave L1 to what they multiply: lines go to L2.
-  void step_to_l2() {
-    due_ += pace_;
+  void step(int64_t steps = 1) {
+    due_ += steps * pace_;
     int64_t at = at_;
-    const int64_t end = std::min(due_ >> kShift, kBefore + each_);
-    for (; at < end; ++at) {
+    for (const int64_t end = std::min(due_ >> kShift, each_); at < end; ++at) {
       for (int line = 0; line < kPiece; line += kLine) {
         for (int64_t stream = 0; stream < streams_; ++stream)
           __builtin_prefetch(pieces_[at + stream * each_] + line, 0, 2);
@@ -58,29 +54,11 @@ class Prefetcher {
     at_ = at;
   }
 
-  // Asks for a line kAsk times.
-  template <int kAsk = 4>
-  void step() {
-    due_ += pace_;
-    int64_t at = at_;
-    const int64_t end = std::min(due_ >> kShift, count_);
-    for (; at < end; ++at) {
-#pragma GCC unroll 4
-      for (int ask = 0; ask < kAsk; ++ask) {
-        const char* lines = pieces_[at - ask * kLag];
-#pragma GCC unroll 4
-        for (int line = 0; line < kPiece; line += kLine) __builtin_prefetch(lines + line, 0, 3);
-      }
-    }
-    at_ = at;
-  }
-
  private:
-  static constexpr int64_t kPiece = 4 * kLine, kLag = 32, kBefore = 3 * kLag;
-  static constexpr int64_t kMost = kBefore + 8 * kMostKeys;
+  static constexpr int64_t kPiece = 4 * kLine, kMost = 8 * kMostKeys;
   static constexpr int kShift = 16;  // of the pieces that are due at each step
-  const char* pieces_[kMost] = {};   // the last ones of the list before this one come first
-  int64_t count_ = kBefore, at_ = kBefore, due_ = kBefore << kShift, pace_ = 1 << kShift;
+  const char* pieces_[kMost];
+  int64_t count_ = 0, at_ = 0, due_ = 0, pace_ = 1 << kShift;
   int64_t streams_ = 1, each_ = 0;  // pieces of each
 };
 #else
@@ -116,11 +94,8 @@ class Prefetcher {
     pace_ = std::min(kLine, bytes_ / std::max<int64_t>(1, each_ * steps - parts) + 1);
   }
 
-  void step_to_l2() { step(); }
-
-  template <int = 1>
-  void step() {
-    for (int64_t line = each_; line > 0; --line) {
+  void step(int64_t steps = 1) {
+    for (int64_t line = steps * each_; line > 0; --line) {
       __builtin_prefetch(at_, 0, 3);
       at_ += pace_;
       if (at_ >= end_) next_run();
@@ -152,16 +127,63 @@ class Prefetcher {
 };
 #endif
 
-// For loops that are a step by themselves.
-struct FetchNothing {
-  void step() {}
+// Rows that are attended to in the order of memory (Heads in attention_loops.h). Lines go to L2, from which a core
+// takes such rows by itself; asked for into L1, they would be twice as slow.
+class RowsAhead {
+ public:
+  void clear() { count_ = next_ = lines_ = due_ = 0, row_ = end_ = nullptr, rows_ = 0; }
+
+  // `count` rows at these offsets, which stay there.
+  void add(const char* first, int64_t bytes, const int64_t* offsets, int64_t count) {
+    if (count == 0 || count_ == kMost) return;
+    lists_[count_++] = {first, offsets, count, bytes};
+    lines_ += count * (bytes / kLine + 1);
+  }
+
+  void finish_within(int64_t steps) { pace_ = (lines_ << kShift) / std::max<int64_t>(1, steps) + 1; }
+
+  void step(int64_t steps = 1) {
+    due_ += steps * pace_;
+    int64_t lines = due_ >> kShift;
+    due_ -= lines << kShift;
+    while (lines > 0 && (row_ < end_ || next_row())) {
+      const int64_t some = std::min(lines, (end_ - row_ + kLine - 1) / kLine);
+      for (int64_t line = 0; line < some; ++line) __builtin_prefetch(row_ + line * kLine, 0, 2);
+      row_ += some * kLine;
+      lines -= some;
+    }
+  }
+
+ private:
+  struct List {
+    const char* first;
+    const int64_t* offsets;
+    int64_t count, bytes;
+  };
+
+  bool next_row() {
+    if (rows_ == 0) {
+      if (next_ == count_) return false;
+      rows_ = lists_[next_++].count;
+    }
+    const List& list = lists_[next_ - 1];
+    row_ = list.first + list.offsets[list.count - rows_--];
+    end_ = row_ + list.bytes;
+    row_ -= reinterpret_cast<uintptr_t>(row_) % kLine;
+    return true;
+  }
+
+  static constexpr int64_t kMost = 4 * kRows;  // of keys and values of two tiles, where each head has its own
+  static constexpr int kShift = 16;            // of the lines that are due at each step
+  List lists_[kMost];
+  int64_t count_ = 0, next_ = 0, rows_ = 0;  // lists; of the list at hand those to come
+  const char *row_ = nullptr, *end_ = nullptr;
+  int64_t lines_ = 0, pace_ = 0, due_ = 0;
 };
 
-// For loops that multiply more than they read.
-struct FetchOnce {
-  Prefetcher& rows;
-  bool to_l2 = false;
-  void step() { to_l2 ? rows.step_to_l2() : rows.step<1>(); }
+// For loops that are a step by themselves.
+struct FetchNothing {
+  void step(int64_t = 1) {}
 };
 
 }  // namespace kvbackend::KVBACKEND_ISA

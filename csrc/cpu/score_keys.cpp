@@ -485,10 +485,9 @@ class IndexWorker {
   }
 
   void score_in_vectors(int64_t i) {
-    FetchOnce once{ahead_};
     for (const Side* side = sides_; side < sides_ + num_sides_; ++side) {
       each_heads([&](auto r, int64_t head) {
-        score_side_in_vectors<r>(query(i) + head * dim_, dim_, side->keys, side->stride, raw_ + head * kSide, once);
+        score_side_in_vectors<r>(query(i) + head * dim_, dim_, side->keys, side->stride, raw_ + head * kSide, ahead_);
       });
       weigh_heads(raw_, kSide, kSide, kSide, width_, weights_ + i * width_, mask_.data(), scores_ + side->at);
     }
