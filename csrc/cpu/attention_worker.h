@@ -142,16 +142,19 @@ class Worker {
     if constexpr (kNarrowed) {
       if (narrow_) want_narrow_at_once(found[0]);
     }
+    bool wanted = false;  // whether the tile at hand has been asked for
     for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += tile, turn = (turn + 1) % 3) {
       const Keys& keys = found[turn];
       Keys& next = found[(turn + 1) % 3];
       locate(begin + tile, tile, next);
       if (keys.count == 0) {
         if constexpr (kNarrowed) finish_due();
+        wanted = false;
         continue;
       }
       if constexpr (Source::kInPlace) {
-        if (sliced()) score_slices(keys, next, begin == task.begin);
+        if (sliced()) score_slices(keys, next, wanted);
+        wanted = true;
       }
       for (int64_t head = 0; head < task.heads; ++head) {
         if (narrow_) {
@@ -394,15 +397,16 @@ class Worker {
 
   float* scores_of(int64_t head) const { return scores_ + head * kApart * width_; }
 
-  // The scores of a tile and all heads. While they are made and their values weighed, the next tile is fetched.
-  void score_slices(const Keys& keys, const Keys& next, bool first_tile) {
+  // The scores of a tile and all heads. While they are made and their values weighed, the next tile is fetched, and of
+  // this one what is not worked on at once, unless that was.
+  void score_slices(const Keys& keys, const Keys& next, bool wanted) {
     rows_ahead_.clear();
     const auto want = [&](const Keys& tile, int64_t first) {
       const Wanted rows{std::min(first, tile.count), tile.count, task_->first_head, task_->heads};
       source_.keys().prefetch(tile.key.row, rows, rows_ahead_);
       if (weighs_) source_.values().prefetch(tile.value.row, {0, tile.count, rows.head, rows.heads}, rows_ahead_);
     };
-    if (first_tile) want(keys, kValues);
+    if (!wanted) want(keys, kValues);
     want(next, 0);
     rows_ahead_.finish_within(steps_in_vectors(keys.count) * task_->heads);
     with_rows(source_.keys(), keys.key, keys.count, key_scales_,
@@ -488,7 +492,8 @@ class Worker {
   }
 
   // function(rows, grouped, groups, head, heads): a tile's rows where they lie, from this head of the task on, and the
-  // scales of their groups. All heads at once if they lie side by side, unless they have such scales.
+  // scales of their groups. All heads at once if they lie side by side, unless they have such scales: those are counted
+  // from a tile's first key.
   template <class F>
   void with_rows(const CachedRows<T>& rows, const Places& places, int64_t count, Floats& scales, F&& function) {
     rows.with_type([&](auto zero) {

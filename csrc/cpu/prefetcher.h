@@ -137,7 +137,7 @@ class RowsAhead {
   void add(const char* first, int64_t bytes, const int64_t* offsets, int64_t count) {
     if (count == 0 || count_ == kMost) return;
     lists_[count_++] = {first, offsets, count, bytes};
-    lines_ += count * (bytes / kLine + 1);
+    lines_ += count * ((bytes + kLine - 1) / kLine);
   }
 
   void finish_within(int64_t steps) { pace_ = (lines_ << kShift) / std::max<int64_t>(1, steps) + 1; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -118,6 +119,30 @@ def test_where_keys_lie_changes_no_bit(name: str, heads: int) -> None:
             apart[key] = args[key].unflatten(1, (8, 4)).flatten(0, 1)
     apart["block_table"] = (args["block_table"][..., None] * 8 + torch.arange(8, dtype=torch.int32)).flatten(1)
     assert_equal(kernel(name, **apart), kernel(name, **args))
+
+
+def check_where_heads_lie(wanted: str) -> None:
+    """Rows of all heads that lie side by side are gone through a few keys at a time, else one head after the other."""
+    assert_isa(wanted)
+    generator = torch.Generator().manual_seed(3)
+    for dtype, members in product(DTYPES, (1, 2, 3, 4, 5, 7, 8)):
+        args = call("paged_attention", [1, 1, 1], [333, 64, 130], dtype, heads=4 * members, kv_heads=4)
+        args["q"] = args["q"].abs()
+        for token in range(333):  # peaks grow
+            args["key_cache"][args["block_table"][0, token // 16].item(), token % 16] += token / 100
+        args["block_table"][0, 4:9] = -1  # a tile without a key
+        bias = torch.randn(args["key_cache"].shape[:3], generator=generator)
+        for options in ({}, dict(window=100, softcap=3.0), dict(key_bias=bias)):
+            apart = kernel("paged_attention", **args, **options)
+            assert_close(apart, exact_reference("paged_attention", **args, **options), f"{dtype} {members}", factor=2)
+            for sides in (["key_cache"], ["value_cache"], ["key_cache", "value_cache"]):
+                together = {side: args[side].contiguous() for side in sides}
+                assert_equal(kernel("paged_attention", **args | together, **options), apart)
+
+
+@pytest.mark.parametrize("wanted", native.CPU_ISAS)
+def test_where_heads_lie_changes_no_bit(wanted: str) -> None:
+    run_on_isa(wanted, f"from tests.cpu.test_attention_kernels import check_where_heads_lie as c; c({wanted!r})")
 
 
 @EVERY_DTYPE
