@@ -102,13 +102,13 @@ inline int64_t width_of(int64_t rows) {
   return width;
 }
 
-// Scales of groups of dims, for codes that are read in place: `row` floats for each key.
+// Scales of groups of dims, for codes that are read in place: `row` floats for each key, of which a head has `head`.
 struct Groups {
   const float* scales = nullptr;
-  int64_t row = 0;
+  int64_t row = 0, head = 0;
   int shift = 0;  // a group has 2^shift dims, at least kLanes
 
-  const float* of(int64_t n) const { return scales + n * row; }
+  const float* of(int64_t n, int64_t head_at = 0) const { return scales + n * row + head_at * head; }
 };
 
 // The lower half of the lanes of one vector, the upper half of the other's.

@@ -34,7 +34,7 @@
 
 #include "cached_rows.h"
 #if defined(__AVX512BF16__)
-#include "attention_nibbles.h"
+#include "attention_nibble_pairs.h"
 #endif
 
 namespace kvbackend::KVBACKEND_ISA {
@@ -65,7 +65,8 @@ template <class T>
 constexpr bool kTiles = false;
 constexpr int64_t kSide = kLanes;  // rows of a strip
 inline bool has_tiles() { return false; }
-constexpr int64_t kPackedValues = 0, kNarrowKeys = 1;
+constexpr int64_t kPackedValues = 0, kNarrowKeys = 1, kNibbleDims = 1;
+inline int64_t scaled_pairs(int64_t) { return 0; }
 #endif
 
 // What a thread needs to work on tasks, one after the other. KeyPages says where a sequence's keys are, as Pages does.
@@ -111,7 +112,11 @@ class Worker {
     rows_in_lanes_ = !in_place_ && width_ >= kLanes;
     const auto all_rows = [&](auto&& are) { return are(source_.keys()) && (value_dim_ == 0 || are(source_.values())); };
     const bool narrow = beside && kTiles<T> && in_place_ && width_ >= kNarrow && has_tiles();
-    nibbles_ = narrow && all_rows([](const auto& rows) { return rows.nibbles(); });
+    nibbles_ = false;
+    if constexpr (kNarrowed) {
+      nibbles_ = in_place_ && (narrow || source_.dim() % kNibbleDims == 0) &&
+                 all_rows([](const auto& rows) { return rows.nibbles(); });
+    }
     paired_ = kTiles<T> && in_place_ && (nibbles_ || all_rows([](const auto& rows) { return !rows.grouped(); }));
     narrow_ = narrow && paired_;
     beside_ = beside && tiled_ && width_ == kSide && has_tiles();
@@ -160,7 +165,7 @@ class Worker {
         if (narrow_) {
           if constexpr (kNarrowed) start_narrow(keys, next, head);
         } else if (sliced()) {
-          if constexpr (Source::kInPlace) ready_scores(keys, next, head);
+          if constexpr (Source::kInPlace) ready_scores(keys, head);
         } else {
           want_next(keys, next, head);
           score(keys, head);
@@ -273,6 +278,8 @@ class Worker {
     } else if (narrow_) {
       narrow_values_.want(kNarrowKeys * value_dim_ / 2);
       narrow_weights_.want(std::max(2 * kNarrowKeys, value_dim_) * kFewRows);
+    } else if (nibbles_) {
+      scaled_weights_.want(scaled_pairs(value_dim_));
     } else if (!in_place_ && !Source::kValuesAreKeys) {
       want_rows(value_rows_, kTile * apart(value_dim_), source_.value_dim());
     }
@@ -291,6 +298,7 @@ class Worker {
         source_.load_query(token(row), query_head(head, row), rows + row * dim_);
       T* packed = reinterpret_cast<T*>(queries);
       if (narrow_) pack_narrow(rows, packed);
+      for (int64_t row = 0; nibbles_ && !narrow_ && row < task_->rows(); ++row) order_query(packed + row * dim_, dim_);
     }
     for (int64_t row = 0; !paired_ && row < task_->rows(); ++row) {
       source_.load_query(token(row), query_head(head, row), row_.data());
@@ -402,9 +410,12 @@ class Worker {
   void score_slices(const Keys& keys, const Keys& next, bool wanted) {
     rows_ahead_.clear();
     const auto want = [&](const Keys& tile, int64_t first) {
+      const Wanted all{0, tile.count, task_->first_head, task_->heads};
+      source_.keys().prefetch_scales(tile.key, all, rows_ahead_);
+      if (weighs_) source_.values().prefetch_scales(tile.value, all, rows_ahead_);
       const Wanted rows{std::min(first, tile.count), tile.count, task_->first_head, task_->heads};
       source_.keys().prefetch(tile.key.row, rows, rows_ahead_);
-      if (weighs_) source_.values().prefetch(tile.value.row, {0, tile.count, rows.head, rows.heads}, rows_ahead_);
+      if (weighs_) source_.values().prefetch(tile.value.row, all, rows_ahead_);
     };
     if (!wanted) want(keys, kValues);
     want(next, 0);
@@ -420,23 +431,25 @@ class Worker {
     const float* queries = queries_ + head * width_ * dim_;
     heads.queries = width_ * dim_;
 #if defined(__AVX512BF16__)
+    if (paired_) heads.queries *= 2;  // of bfloat16
+    const auto* halves = reinterpret_cast<const bf16*>(queries);
+    if constexpr (kTiles<T> && kGrouped && std::is_same_v<E, e2m1x2>) {
+      if (nibbles_)
+        return score_all_nibbles(groups, halves, dim_, rows, count, scores_of(head), width_, heads, rows_ahead_);
+    }
     if constexpr (kTiles<T> && !kGrouped) {
-      if (paired_) {
-        heads.queries *= 2;  // of bfloat16
-        const auto* halves = reinterpret_cast<const bf16*>(queries);
+      if (paired_)
         return score_few_all(InHalves<E>{}, halves, dim_, rows, count, scores_of(head), width_, heads, rows_ahead_);
-      }
     }
 #endif
     score_few_all(InFloats<kGrouped, E>{groups}, queries, dim_, rows, count, scores_of(head), width_, heads,
                   rows_ahead_);
   }
 
-  // Those of one head, and scales of the next tile are fetched.
-  void ready_scores(const Keys& keys, const Keys& next, int64_t head) {
+  // Those of one head.
+  void ready_scores(const Keys& keys, int64_t head) {
     head_scores_ = scores_of(head);
     apply_factors(source_.keys(), keys.key, keys.count, head);
-    want_scales(next, head);
   }
 
   // Of the next tile those of a part, as many parts as there are heads.
@@ -464,7 +477,7 @@ class Worker {
     if (value_dim_ == 0) return;
     apply_factors(source_.values(), keys.value, keys.count, head);
 #if defined(__AVX512BF16__)
-    if (paired_) pair_weights(head_scores_, keys.count, width_, head_scores_);
+    if (paired_ && !nibbles_) pair_weights(head_scores_, keys.count, width_, head_scores_);
 #endif
   }
 
@@ -481,6 +494,11 @@ class Worker {
     const float *weights = scores_of(head), *decay = decay_ + head * state_width();
     float* sums = sums_ + head * width_ * value_dim_;
 #if defined(__AVX512BF16__)
+    if constexpr (kTiles<T> && kGrouped && std::is_same_v<E, e2m1x2>) {
+      if (nibbles_)
+        return weigh_all_nibbles(groups, weights, width_, task_->rows(), rows, count, decay, sums, value_dim_,
+                                 scaled_weights_, heads, rows_ahead_);
+    }
     if constexpr (kTiles<T> && !kGrouped) {
       if (paired_)
         return weigh_all_pairs(weights, width_, task_->rows(), rows, count, decay, sums, value_dim_, heads,
@@ -492,15 +510,16 @@ class Worker {
   }
 
   // function(rows, grouped, groups, head, heads): a tile's rows where they lie, from this head of the task on, and the
-  // scales of their groups. All heads at once if they lie side by side, unless they have such scales: those are counted
-  // from a tile's first key.
+  // scales of their groups. All heads at once if they lie side by side, unless they have such scales and are not
+  // `nibbles`: InFloats counts those from a tile's first key, of one head.
   template <class F>
   void with_rows(const CachedRows<T>& rows, const Places& places, int64_t count, Floats& scales, F&& function) {
     rows.with_type([&](auto zero) {
       using E = decltype(zero);
       if constexpr (!std::is_same_v<E, uint4x2>) {  // KIVI's codes are not read in place
         Heads heads;
-        if (rows.heads_together() && !rows.grouped() && task_->heads > 1)
+        if (nibbles_) heads.values = kValues;
+        if (rows.heads_together() && (nibbles_ || !rows.grouped()) && task_->heads > 1)
           heads = {task_->heads, kValues, rows.size() / kPerByte<E>, 0, kApart * width_, state_width()};
         for (int64_t head = 0; head < task_->heads; head += heads.count) {
           const E *row[kTile + kManySums], *last = nullptr;
@@ -510,7 +529,8 @@ class Worker {
           const auto with_groups = [&](const auto* row) {
             if constexpr (kMayHaveGroups<E>) {
               if (rows.grouped())
-                return function(row, std::true_type{}, load_groups(rows, places, count, head, scales), head, heads);
+                return function(row, std::true_type{}, load_groups(rows, places, count, head, heads.count, scales),
+                                head, heads);
             }
             function(row, std::false_type{}, Groups{}, head, heads);
           };
@@ -526,11 +546,13 @@ class Worker {
     });
   }
 
-  Groups load_groups(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head,
+  Groups load_groups(const CachedRows<T>& rows, const Places& places, int64_t count, int64_t head, int64_t heads,
                      Floats& scales) const {
-    scales.want_zeros((kTile + kManySums) * std::max(dim_, value_dim_) / kLanes + kLanes);
-    rows.load_scales(places, count, task_->first_head + head, scales);
-    return {scales, rows.size() / rows.span(), __builtin_ctzll(rows.span())};
+    const int64_t most_heads = nibbles_ ? std::min(kRows, source_.kv_heads()) : 1;
+    scales.want_zeros((kTile + kManySums) * most_heads * std::max(dim_, value_dim_) / kLanes + kLanes);
+    rows.load_scales(places, count, task_->first_head + head, heads, scales);
+    const int64_t of_head = rows.size() / rows.span();
+    return {scales, heads * of_head, of_head, __builtin_ctzll(rows.span())};
   }
 
   // Scores, or weights, times what was left out of the rows that they belong to.
@@ -885,7 +907,9 @@ class Worker {
     if (narrow_ && value_dim_ > 0 && turned(source_.values())) turn_back(row_, value_dim_);
   }
 
-  void read_pairs(const float* sums) { unpair_sums(sums, value_dim_, row_); }
+  void read_pairs(const float* sums) {
+    nibbles_ ? unpair_nibble_sums(sums, value_dim_, row_) : unpair_sums(sums, value_dim_, row_);
+  }
 
   // -inf where a row does not attend to a key.
   void mask_strips(const Keys& keys) {
@@ -1018,6 +1042,7 @@ class Worker {
   RowBuffer key_buffer_, value_buffer_;
   Floats tile_keys_, tile_values_, packed_values_, packed_weights_, rotary_scores_;
   Floats narrow_keys_, narrow_values_, narrow_weights_, products_;
+  Floats scaled_weights_;  // in vectors
   std::vector<uint8_t> key_scales_across_, value_scales_across_;
 #if defined(__AVX512BF16__)
   KeyTiles tiles_;

@@ -39,20 +39,33 @@ void CachedCodes::load_factors(const Places& places, int64_t count, int64_t head
   scales_->read_floats(places.scale, count, head, out);
 }
 
-void CachedCodes::load_scales(const Places& places, int64_t count, int64_t head, float* out) const {
-  constexpr int64_t kBytes = 32;  // of a row's scales: 512 channels in groups of 16
-  const int64_t size = scales_->count(), of_head = scales_->of_head(head);
-  if (size > kBytes || !scales_->bytes_at(of_head)) {
-    for (int64_t n = 0; n < count; ++n) scales_->read(places.scale[n] + of_head, out + n * size, nullptr);
+void CachedCodes::load_scales(const Places& places, int64_t count, int64_t head, int64_t heads, float* out) const {
+  constexpr int64_t kBytes = 4096;  // are copied at once: what is decoded may be read beyond its end
+  const int64_t size = scales_->count(), of_head = scales_->of_head(head), row = heads * size;
+  const uint8_t* first = scales_->bytes_at(of_head);
+  if (row > kBytes || !first) {
+    for (int64_t n = 0; n < count; ++n) {
+      for (int64_t i = 0; i < heads; ++i)
+        scales_->read(places.scale[n] + scales_->of_head(head + i), out + n * row + i * size, nullptr);
+    }
     return;
   }
-  uint8_t bytes[kTile * kBytes + kLanes] = {};
-  const uint8_t* first = scales_->bytes_at(of_head);
-  for (int64_t n = 0; n < count; ++n) {
-    const uint8_t* from = first + places.scale[n];
-    size == 8 ? std::memcpy(bytes + n * 8, from, 8) : std::memcpy(bytes + n * size, from, size);
+  uint8_t bytes[kBytes + kLanes];
+  const int64_t step = scales_->of_head(1), together = step == size ? heads : 1, length = together * size;
+  for (int64_t n = 0; n < count;) {
+    const int64_t some = std::min(count - n, kBytes / row);
+    uint8_t* to = bytes;
+    for (const int64_t end = n + some; n < end; ++n) {
+      for (int64_t i = 0; i < heads; i += together, to += length) {
+        const uint8_t* from = first + places.scale[n] + i * step;
+        length == 64  ? std::memcpy(to, from, 64)
+        : length == 8 ? std::memcpy(to, from, 8)
+                      : std::memcpy(to, from, length);
+      }
+    }
+    std::memset(to, 0, kLanes);
+    scales_->decode_bytes(bytes, some * row, out + (n - some) * row);
   }
-  scales_->decode_bytes(bytes, count * size, out);
 }
 
 namespace {

@@ -110,12 +110,18 @@ class CachedCodes {
     for (int64_t n = first; n < last; ++n) scales_->prefetch(places.scale[n]);
   }
 
+  template <class Ahead>
+  void prefetch_scales(const Places& places, const Wanted& wanted, Ahead& ahead) const {
+    if (!format_ || format_->is_static()) return;
+    scales_->prefetch(places.scale + wanted.first, wanted.last - wanted.first, wanted.head, wanted.heads, ahead);
+  }
+
   // Whether rows read in place have scales of groups, and how many numbers one covers.
   bool grouped() const { return format_ && format_->per == Per::group; }
   int64_t span() const { return scales_->span(); }
 
-  // The scales of the groups of a tile's rows: `out` has room for kTile rows and kLanes more.
-  void load_scales(const Places& places, int64_t count, int64_t head, float* out) const;
+  // The scales of the groups of a tile's rows, of each those of `heads` heads: `out` has room for kLanes more.
+  void load_scales(const Places& places, int64_t count, int64_t head, int64_t heads, float* out) const;
 
   // Whether rows in place are codes of 4 bits whose groups have bytes as scales, one after the other,
   bool nibbles() const { return grouped() && format_->storage == ScalarType::Byte && scales_->bytes_at(0); }

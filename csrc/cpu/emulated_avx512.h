@@ -188,12 +188,16 @@ __m512i _mm512_set_epi16(Number... number) {  // the last lane first
   return read_as<__m512i>(lanes);
 }
 
-inline __m512i _mm512_castsi256_si512(__m256i low) {  // the upper half is whatever there was
+template <class Part>
+__m512i beside_anything(Part low) {
   __m512i vector;
   std::memset(&vector, 0x5a, sizeof vector);
   std::memcpy(&vector, &low, sizeof low);
   return vector;
 }
+
+inline __m512i _mm512_castsi256_si512(__m256i low) { return beside_anything(low); }
+inline __m512i _mm512_castsi128_si512(__m128i low) { return beside_anything(low); }
 
 // ---------------------------------------------------------------------------------------------------------- integers
 
@@ -456,6 +460,10 @@ V converted(uint64_t mask, const W& from) {
 
 inline __m512i _mm512_maskz_cvtepi8_epi16(__mmask32 mask, __m256i from) {
   return converted<__m512i, int16_t, int8_t>(mask, from);
+}
+
+inline __m512i _mm512_maskz_cvtepu8_epi16(__mmask32 mask, __m256i from) {
+  return converted<__m512i, uint16_t, uint8_t>(mask, from);
 }
 
 inline __m512i _mm512_maskz_cvtepi8_epi32(__mmask16 mask, __m128i from) {

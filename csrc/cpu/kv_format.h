@@ -202,9 +202,14 @@ class Scales {
   }
 
   // Asks for the line that has the scale there.
-  void prefetch(int64_t offset) const {
-    const int64_t bytes = dtype_ == ScalarType::Float ? 4 : dtype_ == ScalarType::Half ? 2 : 1;
-    __builtin_prefetch(data_ + offset * bytes);
+  void prefetch(int64_t offset) const { __builtin_prefetch(data_ + offset * bytes()); }
+
+  // Names the scales of some heads and `count` rows, whose offsets are those of head 0.
+  template <class Ahead>
+  void prefetch(const int64_t* offsets, int64_t count, int64_t head, int64_t heads, Ahead& ahead) const {
+    const int64_t own = count_ * stride_, together = head_ <= own ? heads : 1;
+    for (int64_t i = head; i < head + heads; i += together)
+      ahead.add(data_ + of_head(i) * bytes(), ((together - 1) * head_ + own) * bytes(), offsets, count, bytes());
   }
 
   // Store the scales of a row: numbers of their dtype that follow each other, and the minimums that come with them.
@@ -236,6 +241,8 @@ class Scales {
   }
 
  private:
+  int64_t bytes() const { return dtype_ == ScalarType::Float ? 4 : dtype_ == ScalarType::Half ? 2 : 1; }
+
   template <class S>
   void read_as(int64_t offset, float* out) const {
     load_row(reinterpret_cast<const S*>(data_) + offset, stride_, count_, out);

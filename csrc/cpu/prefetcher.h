@@ -133,10 +133,10 @@ class RowsAhead {
  public:
   void clear() { count_ = next_ = lines_ = due_ = 0, row_ = end_ = nullptr, rows_ = 0; }
 
-  // `count` rows at these offsets, which stay there.
-  void add(const char* first, int64_t bytes, const int64_t* offsets, int64_t count) {
+  // `count` rows at these offsets, which stay there, in units of `unit` bytes.
+  void add(const char* first, int64_t bytes, const int64_t* offsets, int64_t count, int64_t unit = 1) {
     if (count == 0 || count_ == kMost) return;
-    lists_[count_++] = {first, offsets, count, bytes};
+    lists_[count_++] = {first, offsets, unit, count, bytes};
     lines_ += count * ((bytes + kLine - 1) / kLine);
   }
 
@@ -158,7 +158,7 @@ class RowsAhead {
   struct List {
     const char* first;
     const int64_t* offsets;
-    int64_t count, bytes;
+    int64_t unit, count, bytes;
   };
 
   bool next_row() {
@@ -167,7 +167,7 @@ class RowsAhead {
       rows_ = lists_[next_++].count;
     }
     const List& list = lists_[next_ - 1];
-    row_ = list.first + list.offsets[list.count - rows_--];
+    row_ = list.first + list.offsets[list.count - rows_--] * list.unit;
     end_ = row_ + list.bytes;
     row_ -= reinterpret_cast<uintptr_t>(row_) % kLine;
     return true;

@@ -156,6 +156,25 @@ def test_each_scale_multiplies_the_codes_that_share_it(kv_format: str, dim: int,
     assert_reference("paged_attention", args, "a key's scale is NaN")
 
 
+@pytest.mark.parametrize("kv_format", ["nvfp4", "mxfp4", "fp4_e2m1:128"])
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
+def test_where_heads_and_their_scales_lie_changes_no_bit(kv_format: str, group: int) -> None:
+    """Rows of all heads that lie side by side are gone through a few keys at a time, else one head after the other."""
+    args = quantized(
+        "paged_attention", kv_format, torch.bfloat16, heads=4 * group, kv_heads=4, block_size=16,
+        q_lens=[1, 1, 1], seq_lens=[64, 13, 333],
+    )  # fmt: skip
+    args["v_scale_cache"].view(torch.uint8)[args["block_table"][0, 0], 13, 1, 0] = 0xFF  # just past the next one's keys
+    wanted = kernel("paged_attention", args)
+    assert wanted["output 0"][0].isnan().any()
+    assert not wanted["output 0"][1:].isnan().any()
+    for names in (["key_cache"], ["value_cache"], ["k_scale_cache"], ["v_scale_cache"], ["key_cache", "v_scale_cache"]):
+        apart = {name: args[name].transpose(1, 2).contiguous().transpose(1, 2) for name in names}
+        found = kernel("paged_attention", args | apart)
+        for output in wanted:
+            torch.testing.assert_close(found[output], wanted[output], rtol=0, atol=0, equal_nan=True, msg=str(names))
+
+
 @pytest.mark.parametrize(
     "kv_format", ["fp8_e4m3", "fp8_e4m3:token_head", "int8", "fp8_e5m2", "auto/fp8_e4m3", "int8/auto", "fp8_e4m3/int8"]
 )

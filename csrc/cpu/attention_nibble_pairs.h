@@ -1,0 +1,224 @@
+// Attention of few rows in vectors over codes of 4 bits with scales of groups: what attention_pairs.h does with numbers
+// that have none, in products of bfloat16 too.
+//
+// Codes become bfloat16 32 at a time, by a shift and a lookup, and are not multiplied with their scales. For scores
+// the products of 64 dims lie in lanes so that a lane has four dims of one group; their sums are multiplied with its
+// scale. For values the weights are, for each group anew. Queries and sums lie in the order that follows from it.
+//
+// Numbers: scores and sums in float, weights times scales rounded to bfloat16.
+#pragma once
+
+#include "attention_nibbles.h"
+#include "attention_pairs.h"
+
+namespace kvbackend::KVBACKEND_ISA {
+
+constexpr int64_t kNibbleDims = 64;  // of keys, at once
+
+// Which of the scales from a vector's first one on each of its lanes wants, from the dim that the lane begins with.
+struct DimsOfLanes {
+  alignas(kLine) uint32_t dim[kLanes] = {};
+  __m512i scales(int shift) const { return (__m512i)((BitVec)_mm512_load_si512(dim) >> shift); }
+};
+
+struct DimsOfKeys : DimsOfLanes {
+  constexpr DimsOfKeys() {
+    for (uint32_t lane = 0; lane < kLanes; ++lane) dim[lane] = 4 * lane;
+  }
+};
+inline constexpr DimsOfKeys kDimsOfKeys;
+
+// Four floats, one for each lane that asks for it.
+inline Vec pick_of_four(const float* four, __m512i lanes) {
+  return (Vec)_mm512_maskz_permutexvar_ps(0xffff, lanes, _mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps(four)));
+}
+
+// A query's numbers of the low nibbles of 32 bytes, then those of the high ones; in place.
+inline void order_query(bf16* query, int64_t dim) {
+  uint16_t order[2][kPair];
+  for (int i = 0; i < kPair; ++i) order[0][i] = static_cast<uint16_t>(2 * i), order[1][i] = order[0][i] + 1;
+  const __m512i low = _mm512_loadu_si512(order[0]), high = _mm512_loadu_si512(order[1]);
+  for (int64_t d = 0; d < dim; d += kNibbleDims) {
+    const __m512i first = _mm512_loadu_si512(query + d), second = _mm512_loadu_si512(query + d + kPair);
+    _mm512_storeu_si512(query + d, _mm512_maskz_permutex2var_epi16(~0u, first, low, second));
+    _mm512_storeu_si512(query + d + kPair, _mm512_maskz_permutex2var_epi16(~0u, first, high, second));
+  }
+}
+
+// As score_few.
+template <int R, class Ahead>
+void score_nibbles(const Groups& groups, const bf16* queries, int64_t dim, const e2m1x2* const* keys, int64_t count,
+                   float* scores, int64_t width, const Heads& heads, Ahead& ahead) {
+  constexpr int kSums = kSumsOf<e2m1x2>, kKeys = kSums / R;
+  const __m512i lanes = kDimsOfKeys.scales(groups.shift);
+  const auto some_rows = [&](const bf16* own, int64_t n, int64_t head, float* score) __attribute__((always_inline)) {
+    Vec sum[kSums] = {};
+    ahead.step(dim / kPair);
+    for (int64_t d = 0; d < dim; d += kNibbleDims) {
+      BitVec query[R][2];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+        query[r][0] = load_halves(own + r * dim + d), query[r][1] = load_halves(own + r * dim + d + kPair);
+#pragma GCC unroll 16
+      for (int k = 0; k < kKeys; ++k) {
+        const __m256i bytes =
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys[n + k] + head * heads.row + d / 2));
+        const __m512i codes = _mm512_maskz_cvtepu8_epi16(~0u, bytes);
+        const BitVec low = (BitVec)halves_of_nibbles(codes);
+        const BitVec high = (BitVec)halves_of_nibbles(_mm512_maskz_srli_epi16(~0u, codes, 4));
+        const Vec scale = pick_of_four(groups.of(n + k, head) + (d >> groups.shift), lanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+          sum[k * R + r] += scale * add_products(add_products(Vec{}, low, query[r][0]), high, query[r][1]);
+      }
+    }
+    const Vec all = sum_lanes(sum);
+    if (width == R) return store(score, all);
+    Quad quads[kSums / 4];
+    std::memcpy(quads, &all, sizeof all);
+#pragma GCC unroll 4
+    for (int i = 0; i < kSums; i += 4) std::memcpy(score + i / R * width + i % R, &quads[i / 4], sizeof(Quad));
+  };
+  for (int64_t n = 0; n < count; n += kKeys) {
+    for (int64_t head = 0; head < heads.count; ++head) {
+      for (int64_t row = 0; row < width; row += R)
+        some_rows(queries + head * heads.queries + row * dim, n, head, scores + head * heads.scores + n * width + row);
+    }
+  }
+}
+
+template <class Ahead>
+void score_all_nibbles(const Groups& groups, const bf16* queries, int64_t dim, const e2m1x2* const* keys, int64_t count,
+                       float* scores, int64_t width, const Heads& heads, Ahead& ahead) {
+  with_rows_at_once(width,
+                    [&](auto r) { score_nibbles<r>(groups, queries, dim, keys, count, scores, width, heads, ahead); });
+}
+
+// What scale_pairs wants of the lanes of 32 dims after the other, of each R rows x 2 groups of 16.
+template <int R>
+struct LanesOfPairs : DimsOfLanes {
+  static constexpr int kOfPiece = 2 * R;
+  alignas(kLine) uint32_t row[kLanes] = {};
+  alignas(kLine) uint16_t turns[kPair] = {};  // the first key's halves, then the second's: by turns
+  constexpr LanesOfPairs() {
+    for (uint32_t lane = 0; lane < kLanes; ++lane) {
+      dim[lane] = lane / kOfPiece * kPair + lane % 2 * kShared;
+      row[lane] = lane % kOfPiece / 2;
+      turns[2 * lane] = static_cast<uint16_t>(lane);
+      turns[2 * lane + 1] = static_cast<uint16_t>(kLanes + lane);
+    }
+  }
+};
+template <int R>
+inline constexpr LanesOfPairs<R> kLanesOfPairs;
+
+// Weights times scales of R rows and `count` keys as pairs of keys, for each of `pieces` of 32 dims [R rows, 2 groups
+// of 16]: those of a pair are `stride` floats from those of the next.
+template <int R>
+[[gnu::always_inline]] inline void scale_pairs(const Groups& groups, const float* weights, int64_t width, int64_t n,
+                                               int64_t count, int64_t head, int64_t pieces, int64_t stride,
+                                               float* out) {
+  constexpr const LanesOfPairs<R>& kOrder = kLanesOfPairs<R>;
+  const __m512i rows = _mm512_load_si512(kOrder.row), turns = _mm512_load_si512(kOrder.turns);
+  const __m512i lanes = kOrder.scales(groups.shift);
+  const auto scaled = [&](int64_t k, int64_t piece) {
+    const float* scales = groups.of(n + k, head) + (piece * kPair >> groups.shift);
+    const __m512 of_lanes = _mm512_maskz_permutexvar_ps(0xffff, lanes, _mm512_loadu_ps(scales));
+    return (__m512)(pick_of_four(weights + k * width, rows) * (Vec)of_lanes);
+  };
+  for (int64_t k = 0; k < count; k += 2, out += stride) {
+    for (int64_t piece = 0; piece < pieces; piece += kLanes / kOrder.kOfPiece) {
+      const __m512 second = k + 1 < count ? scaled(k + 1, piece) : _mm512_setzero_ps();
+      const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(second, scaled(k, piece));
+      _mm512_storeu_si512(out + piece * kOrder.kOfPiece, _mm512_maskz_permutexvar_epi16(~0u, turns, halves));
+    }
+  }
+}
+
+// The bytes of two rows that a vector of pairs is looked up with: lanes take turns between the groups of 16 dims.
+struct OrderOfNibblePairs {
+  alignas(kLine) uint8_t at[64] = {};
+  constexpr OrderOfNibblePairs() {
+    for (int lane = 0; lane < 16; ++lane) {
+      for (int i = 0; i < 4; ++i) at[4 * lane + i] = static_cast<uint8_t>(lane % 2 * 8 + lane / 2 + i / 2 * 64);
+    }
+  }
+};
+inline constexpr OrderOfNibblePairs kOrderOfNibblePairs;
+
+// As weigh_pairs: R rows x V vectors, two of them a piece of 32 dims. `weights` as scale_pairs makes them.
+template <int R, int V, class Ahead>
+[[gnu::always_inline]] inline void weigh_nibbles(const float* weights, int64_t stride, const e2m1x2* const* values,
+                                                 int64_t count, int64_t from, const float* decay, float* out,
+                                                 int64_t out_row, Ahead& ahead) {
+  const __m512i order = _mm512_load_si512(kOrderOfNibblePairs.at);
+  const auto piece = [&](const e2m1x2* row) {
+    return _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row)));
+  };
+  Vec sum[R][V];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sum[r][v] = load(out + r * out_row + v * kLanes);
+  }
+  decay_sums(decay, 1.0f, sum);
+  ahead.step((count + 1) / 2);
+  for (int64_t n = 0; n < count; n += 2, weights += stride) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v += 2) {
+      const __m512i a = piece(values[n] + from + v * 8), b = piece(values[n + 1] + from + v * 8);
+      const __m512i codes = _mm512_permutex2var_epi8(a, order, b);
+      const BitVec low = (BitVec)halves_of_nibbles(codes);
+      const BitVec high = (BitVec)halves_of_nibbles(_mm512_maskz_srli_epi16(~0u, codes, 4));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        int64_t two;
+        std::memcpy(&two, weights + (v / 2 * R + r) * 2, sizeof two);
+        const BitVec weight = (BitVec)_mm512_set1_epi64(two);
+        sum[r][v] = add_products(sum[r][v], weight, low);
+        sum[r][v + 1] = add_products(sum[r][v + 1], weight, high);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) store(out + r * out_row + v * kLanes, sum[r][v]);
+  }
+}
+
+// Floats that weigh_all_nibbles wants for weights times scales.
+constexpr int64_t scaled_pairs(int64_t dims) { return kValues / 2 * (kFewRows * dims / kShared + 2 * kLanes); }
+
+// As weigh_all; heads.values is at most kValues. `scaled` has room for scaled_pairs.
+template <class Ahead>
+void weigh_all_nibbles(const Groups& groups, const float* weights, int64_t width, int64_t rows,
+                       const e2m1x2* const* values, int64_t count, const float* decay, float* sums, int64_t dims,
+                       float* scaled, const Heads& heads, Ahead& ahead) {
+  const int64_t pieces = dims / kPair;
+  const auto block = [&](auto r, auto v, auto, int64_t head, int64_t row, int64_t d, int64_t n, int64_t some)
+                         __attribute__((always_inline)) {
+                           const int64_t stride = round_up(pieces * 2 * r, kLanes);
+                           float* own = scaled + row / r * stride * (kValues / 2);
+                           if (d == 0)
+                             scale_pairs<r>(groups, weights + head * heads.scores + n * width + row, width, n, some,
+                                            head, pieces, stride, own);
+                           weigh_nibbles<r, v>(own + d / kPair * 2 * r, stride, values + n, some,
+                                               head * heads.row + d / 2, n ? nullptr : decay + head * heads.state + row,
+                                               sums + (head * width + row) * dims + d, dims, ahead);
+                         };
+  each_slice<e2m1x2>(heads, width, rows, count, dims, block);
+}
+
+// A row's sums in the order of its dims.
+inline void unpair_nibble_sums(const float* sums, int64_t dims, float* out) {
+  for (int64_t d = 0; d < dims; d += kPair) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      float* to = out + d + lane % 2 * kShared + lane / 2 * 2;
+      to[0] = sums[d + lane];
+      to[1] = sums[d + kLanes + lane];
+    }
+  }
+}
+
+}  // namespace kvbackend::KVBACKEND_ISA
