@@ -15,7 +15,7 @@ namespace kvbackend::KVBACKEND_ISA {
 
 constexpr int64_t kNibbleDims = 64;  // of keys, at once
 
-// Which of the scales from a vector's first one on each of its lanes wants, from the dim that the lane begins with.
+// The dim that each lane begins with, from which follows which of the scales of all of them it wants.
 struct DimsOfLanes {
   alignas(kLine) uint32_t dim[kLanes] = {};
   __m512i scales(int shift) const { return (__m512i)((BitVec)_mm512_load_si512(dim) >> shift); }
@@ -87,6 +87,7 @@ void score_nibbles(const Groups& groups, const bf16* queries, int64_t dim, const
   }
 }
 
+// As score_few_all.
 template <class Ahead>
 void score_all_nibbles(const Groups& groups, const bf16* queries, int64_t dim, const e2m1x2* const* keys, int64_t count,
                        float* scores, int64_t width, const Heads& heads, Ahead& ahead) {
@@ -196,17 +197,18 @@ void weigh_all_nibbles(const Groups& groups, const float* weights, int64_t width
                        const e2m1x2* const* values, int64_t count, const float* decay, float* sums, int64_t dims,
                        float* scaled, const Heads& heads, Ahead& ahead) {
   const int64_t pieces = dims / kPair;
-  const auto block = [&](auto r, auto v, auto, int64_t head, int64_t row, int64_t d, int64_t n, int64_t some)
-                         __attribute__((always_inline)) {
-                           const int64_t stride = round_up(pieces * 2 * r, kLanes);
-                           float* own = scaled + row / r * stride * (kValues / 2);
-                           if (d == 0)
-                             scale_pairs<r>(groups, weights + head * heads.scores + n * width + row, width, n, some,
-                                            head, pieces, stride, own);
-                           weigh_nibbles<r, v>(own + d / kPair * 2 * r, stride, values + n, some,
-                                               head * heads.row + d / 2, n ? nullptr : decay + head * heads.state + row,
-                                               sums + (head * width + row) * dims + d, dims, ahead);
-                         };
+  const auto block = [&](auto r, auto v, auto /*odd*/, int64_t head, int64_t row, int64_t d, int64_t first,
+                         int64_t some) __attribute__((always_inline)) {
+    const int64_t stride = round_up(pieces * 2 * r, kLanes);
+    float* own = scaled + row / r * stride * (kValues / 2);
+    if (d == 0) {
+      const float* from = weights + head * heads.scores + first * width + row;
+      scale_pairs<r>(groups, from, width, first, some, head, pieces, stride, own);
+    }
+    weigh_nibbles<r, v>(own + d / kPair * 2 * r, stride, values + first, some, head * heads.row + d / 2,
+                        first ? nullptr : decay + head * heads.state + row, sums + (head * width + row) * dims + d,
+                        dims, ahead);
+  };
   each_slice<e2m1x2>(heads, width, rows, count, dims, block);
 }
 

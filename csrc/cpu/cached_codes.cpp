@@ -42,6 +42,7 @@ void CachedCodes::load_factors(const Places& places, int64_t count, int64_t head
 void CachedCodes::load_scales(const Places& places, int64_t count, int64_t head, int64_t heads, float* out) const {
   constexpr int64_t kBytes = 4096;  // are copied at once: what is decoded may be read beyond its end
   const int64_t size = scales_->count(), of_head = scales_->of_head(head), row = heads * size;
+  if (row == 0) return;
   const uint8_t* first = scales_->bytes_at(of_head);
   if (row > kBytes || !first) {
     for (int64_t n = 0; n < count; ++n) {

@@ -173,7 +173,7 @@ class RowsAhead {
     return true;
   }
 
-  static constexpr int64_t kMost = 4 * kRows;  // of keys and values of two tiles, where each head has its own
+  static constexpr int64_t kMost = 8 * kRows;  // rows and scales of two tiles' keys and values, each head apart
   static constexpr int kShift = 16;            // of the lines that are due at each step
   List lists_[kMost];
   int64_t count_ = 0, next_ = 0, rows_ = 0;  // lists; of the list at hand those to come

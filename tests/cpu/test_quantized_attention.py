@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -135,7 +136,10 @@ def test_every_format_and_instruction_set_equals_the_reference(wanted: str) -> N
     run_on_isa(wanted, f"from tests.cpu.test_quantized_attention import check_this_isa; check_this_isa({wanted!r})")
 
 
-SHARED = [("nvfp4", 32), ("mxfp4", 64), ("fp4_e2m1", 96), ("fp4_e2m1:64", 128), ("mxfp4/nvfp4", 192), ("fp4_e2m1", 256)]
+SHARED = [
+    ("nvfp4", 32), ("mxfp4", 64), ("fp4_e2m1", 96), ("fp4_e2m1:64", 128), ("mxfp4/nvfp4", 192), ("fp4_e2m1", 256),
+    ("fp4_e2m1:128", 256), ("nvfp4", 512),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kv_format", "dim"), SHARED)
@@ -158,13 +162,16 @@ def test_each_scale_multiplies_the_codes_that_share_it(kv_format: str, dim: int,
 
 @pytest.mark.parametrize("kv_format", ["nvfp4", "mxfp4", "fp4_e2m1:128"])
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
-def test_where_heads_and_their_scales_lie_changes_no_bit(kv_format: str, group: int) -> None:
+def test_where_heads_and_their_scales_lie_changes_no_bit(
+    kv_format: str, group: int, set_threads: Callable[[int], None]
+) -> None:
     """Rows of all heads that lie side by side are gone through a few keys at a time, else one head after the other."""
     args = quantized(
         "paged_attention", kv_format, torch.bfloat16, heads=4 * group, kv_heads=4, block_size=16,
         q_lens=[1, 1, 1], seq_lens=[64, 13, 333],
     )  # fmt: skip
     args["v_scale_cache"].view(torch.uint8)[args["block_table"][0, 0], 13, 1, 0] = 0xFF  # just past the next one's keys
+    set_threads(1)  # so all heads are of one task, and all tasks of one thread
     wanted = kernel("paged_attention", args)
     assert wanted["output 0"][0].isnan().any()
     assert not wanted["output 0"][1:].isnan().any()
@@ -173,6 +180,39 @@ def test_where_heads_and_their_scales_lie_changes_no_bit(kv_format: str, group: 
         found = kernel("paged_attention", args | apart)
         for output in wanted:
             torch.testing.assert_close(found[output], wanted[output], rtol=0, atol=0, equal_nan=True, msg=str(names))
+
+
+@pytest.mark.parametrize("kv_format", ["nvfp4", "mxfp4", "mxfp8", "fp4_e2m1:32"])
+@pytest.mark.parametrize(
+    ("kv_heads", "key_dim", "value_dim"),
+    [
+        (8, 128, 128),
+        (16, 128, 128),
+        (2, 64, 96),
+        (2, 64, 160),
+        (2, 128, 32),
+        (2, 192, 64),
+        (2, 0, 64),
+        (66, 1024, 1024),
+    ],
+)
+def test_scales_of_any_number_of_heads_and_groups(
+    kv_format: str, kv_heads: int, key_dim: int, value_dim: int, set_threads: Callable[[int], None]
+) -> None:
+    """They are read for all heads of some tokens at a time; keys and values may have other dims, keys none at all."""
+    members = 1 if kv_heads > 16 else 4
+    args = quantized(
+        "paged_attention", kv_format, torch.bfloat16, heads=members * kv_heads, kv_heads=kv_heads, block_size=16,
+        dim=max(key_dim, value_dim), q_lens=[1, 1], seq_lens=[17, 77 if kv_heads > 16 else 141],
+    )  # fmt: skip
+    args["q"] = args["q"][..., :key_dim].contiguous()
+    for side, dim in (("key", key_dim), ("value", value_dim)):
+        for name in (f"{side}_cache", f"{side[0]}_scale_cache"):
+            width = args[name].shape[-1] * dim // max(key_dim, value_dim)
+            args[name] = args[name][..., :width].contiguous()
+    for threads in (1, 2):
+        set_threads(threads)
+        assert_reference("paged_attention", args, f"{threads} threads")
 
 
 @pytest.mark.parametrize(
