@@ -278,15 +278,30 @@ inline void score_many_rows(const float* queries, int64_t dim, const float* keys
   }
 }
 
-// Sums of R rows times a unit and what they are worth now; decay may be null: as much as before.
+// Sums of R rows x V vectors, times a unit and what they are worth now; decay may be null: as much as before.
 template <int R, int V>
-inline void decay_sums(const float* decay, float unit, Vec (&sum)[R][V]) {
+[[gnu::always_inline]] inline void load_sums(const float* from, int64_t from_row, const float* decay, float unit,
+                                             Vec (&sum)[R][V]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) sum[r][v] = load(from + r * from_row + v * kLanes);
+  }
   if (!decay && unit == 1.0f) return;
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     const Vec worth = broadcast(decay ? decay[r] * unit : unit);
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) sum[r][v] *= worth;
+  }
+}
+
+template <int R, int V>
+[[gnu::always_inline]] inline void store_sums(const Vec (&sum)[R][V], float unit, float* to, int64_t to_row) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) store(to + r * to_row + v * kLanes, unit * sum[r][v]);
   }
 }
 
@@ -299,12 +314,7 @@ template <int R, int V, bool kOdd, class Products, class E, class Ahead>
                                          const float* decay, float* out, int64_t out_row, Ahead& ahead) {
   out += d + kOdd * kLanes;
   Vec sum[R][V];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) sum[r][v] = load(out + r * out_row + v * kLanes);
-  }
-  decay_sums(decay, 1.0f / kUnit<E>, sum);
+  load_sums(out, out_row, decay, 1.0f / kUnit<E>, sum);
   for (int64_t n = 0; n < count; ++n) {
     if (n % 8 == 0) ahead.step((std::min<int64_t>(8, count - n) + 1) / 2);
     Vec numbers[V];
@@ -318,11 +328,7 @@ template <int R, int V, bool kOdd, class Products, class E, class Ahead>
       for (int v = 0; v < V; ++v) sum[r][v] += weight * numbers[v];
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) store(out + r * out_row + v * kLanes, kUnit<E> * sum[r][v]);
-  }
+  store_sums(sum, kUnit<E>, out, out_row);
 }
 
 // function(vectors, odd, row, d) for all rows and dims, R rows x `vectors` at a time, from the pair at dim d on; odd:

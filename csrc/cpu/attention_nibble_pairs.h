@@ -157,12 +157,7 @@ template <int R, int V, class Ahead>
     return _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row)));
   };
   Vec sum[R][V];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) sum[r][v] = load(out + r * out_row + v * kLanes);
-  }
-  decay_sums(decay, 1.0f, sum);
+  load_sums(out, out_row, decay, 1.0f, sum);
   ahead.step((count + 1) / 2);
   for (int64_t n = 0; n < count; n += 2, weights += stride) {
 #pragma GCC unroll 8
@@ -181,11 +176,7 @@ template <int R, int V, class Ahead>
       }
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) store(out + r * out_row + v * kLanes, sum[r][v]);
-  }
+  store_sums(sum, 1.0f, out, out_row);
 }
 
 // Floats that weigh_all_nibbles wants for weights times scales.

@@ -62,12 +62,7 @@ template <int R, int V, class E, class Ahead>
                                                int64_t count, int64_t from, const float* decay, float* out,
                                                int64_t out_row, Ahead& ahead) {
   Vec sum[R][V];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) sum[r][v] = load(out + r * out_row + v * kLanes);
-  }
-  decay_sums(decay, 1.0f, sum);
+  load_sums(out, out_row, decay, 1.0f, sum);
   ahead.step((count + 1) / 2);
   for (int64_t n = 0; n < count; n += 2) {
     BitVec numbers[V];
@@ -86,11 +81,7 @@ template <int R, int V, class E, class Ahead>
       for (int v = 0; v < V; ++v) sum[r][v] = add_products(sum[r][v], weight, numbers[v]);
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) store(out + r * out_row + v * kLanes, sum[r][v]);
-  }
+  store_sums(sum, 1.0f, out, out_row);
 }
 
 // As weigh_all.

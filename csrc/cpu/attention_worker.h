@@ -452,13 +452,6 @@ class Worker {
     apply_factors(source_.keys(), keys.key, keys.count, head);
   }
 
-  // Of the next tile those of a part, as many parts as there are heads.
-  void want_scales(const Keys& next, int64_t head) const {
-    const int64_t first = next.count * head / task_->heads, end = next.count * (head + 1) / task_->heads;
-    source_.keys().prefetch_scales(next.key, first, end);
-    if (weighs_) source_.values().prefetch_scales(next.value, first, end);
-  }
-
   // The scores have become weights: the values of a tile and one kv head, weighed, are added to the sums.
   void weigh(const Keys& keys, int64_t head) {
     if (value_dim_ == 0) return;
@@ -690,6 +683,13 @@ class Worker {
     if (!source_.keys().has_factor()) return;
     load_narrow_factors(source_.keys(), keys.key, keys.count, head);
     with_narrow(width_, [&](auto width) { multiply_narrow<width>(scores_, factors_); });
+  }
+
+  // Scales of a part of the next tile, as many parts as there are heads.
+  void want_scales(const Keys& next, int64_t head) const {
+    const int64_t first = next.count * head / task_->heads, end = next.count * (head + 1) / task_->heads;
+    source_.keys().prefetch_scales(next.key, first, end);
+    if (weighs_) source_.values().prefetch_scales(next.value, first, end);
   }
 
   // Rows of numbers, or of codes with one scale.

@@ -59,9 +59,13 @@ void CachedCodes::load_scales(const Places& places, int64_t count, int64_t head,
     for (const int64_t end = n + some; n < end; ++n) {
       for (int64_t i = 0; i < heads; i += together, to += length) {
         const uint8_t* from = first + places.scale[n] + i * step;
-        length == 64  ? std::memcpy(to, from, 64)
-        : length == 8 ? std::memcpy(to, from, 8)
-                      : std::memcpy(to, from, length);
+        if (length == 64) {
+          std::memcpy(to, from, 64);
+        } else if (length == 8) {
+          std::memcpy(to, from, 8);
+        } else {
+          std::memcpy(to, from, length);
+        }
       }
     }
     std::memset(to, 0, kLanes);

@@ -110,6 +110,7 @@ class CachedCodes {
     for (int64_t n = first; n < last; ++n) scales_->prefetch(places.scale[n]);
   }
 
+  // The same of some heads, named to be fetched with other rows.
   template <class Ahead>
   void prefetch_scales(const Places& places, const Wanted& wanted, Ahead& ahead) const {
     if (!format_ || format_->is_static()) return;
