@@ -187,7 +187,7 @@ void accumulate_scores(const Tensor& q, const Tensor& key_cache, const Tensor& b
     const std::vector<Share> shares = make_shares(plan, kv_heads);
     const float factor = static_cast<float>(kv_heads) / static_cast<float>(num_heads);
     share_out<T>(source, pages, rule, std::min<int64_t>(plan.threads, shares.size()), shares.size(),
-                 [&](auto& worker, size_t i) {
+                 [&](auto& worker, size_t i, Turns&) {
                    std::vector<float> mass(shares[i].heads * kSplit);
                    add_up(worker, plan, shares[i], norms, mass.data());
                    target.add(pages, plan.batch[shares[i].sequence].index, shares[i], mass.data(), factor);

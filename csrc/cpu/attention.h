@@ -177,14 +177,38 @@ class Plan {
   const LogitRule rule_;
 };
 
-// function(worker, item) for items [0, count): each thread has a worker, and when it has done one takes the next.
+// What one of several threads does of items [0, count): when it has done one, it takes the next.
+class Turns {
+ public:
+  Turns(std::atomic<size_t>& taken, size_t count) : taken_(taken), count_(count) {}
+
+  // The next item, which is this thread's from now on; count: there is none.
+  size_t upcoming() {
+    if (next_ == kNone) next_ = std::min(taken_++, count_);
+    return next_;
+  }
+  bool take(size_t& item) {
+    item = upcoming();
+    next_ = kNone;
+    return item < count_;
+  }
+
+ private:
+  static constexpr size_t kNone = std::numeric_limits<size_t>::max();
+  std::atomic<size_t>& taken_;
+  const size_t count_;
+  size_t next_ = kNone;
+};
+
+// function(worker, item, turns) for items [0, count): each thread has a worker.
 template <class T, class Source, class KeyPages, class F>
 void share_out(const Source& source, const KeyPages& pages, const LogitRule& rule, int64_t threads, size_t count,
                F&& function) {
   std::atomic<size_t> taken{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     Worker<T, Source, KeyPages> worker(source, pages, rule);
-    for (size_t i = taken++; i < count; i = taken++) function(worker, i);
+    Turns turns(taken, count);
+    for (size_t item; turns.take(item);) function(worker, item, turns);
   });
 }
 
@@ -193,10 +217,15 @@ template <class T, class Source, class KeyPages>
 void run_tasks(const Source& source, const KeyPages& pages, const LogitRule& rule, const Plan& plan, float* parts,
                const Results& results) {
   const int64_t value_dim = source.value_dim();
-  share_out<T>(source, pages, rule, plan.threads, plan.tasks.size(), [&](auto& worker, size_t i) {
+  share_out<T>(source, pages, rule, plan.threads, plan.tasks.size(), [&](auto& worker, size_t i, Turns& turns) {
     const Task& task = plan.tasks[i];
     const Sequence& sequence = plan.batch[task.sequence];
-    worker.run(task, sequence, [&](int64_t token, int64_t head, float peak, float total, float* values) {
+    const auto upcoming = [&]() -> Upcoming {
+      const size_t next = turns.upcoming();
+      if (next == plan.tasks.size()) return {};
+      return {plan.tasks[next], &plan.batch[plan.tasks[next].sequence]};
+    };
+    worker.run(task, sequence, upcoming, [&](int64_t token, int64_t head, float peak, float total, float* values) {
       if (task.part < 0) return results.write(token, head, peak, total, values);
       float* part = parts + plan.part_index(sequence, token, head, task.part) * (value_dim + 2);
       part[0] = peak;

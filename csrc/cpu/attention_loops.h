@@ -173,18 +173,17 @@ template <class E>
 constexpr int kSumsOf = sizeof(E) > 1 || std::is_same_v<E, int8_t> ? kManySums : kAccumulators;
 
 // Few rows: lanes run over dims. R rows x kSums / R keys in registers: a key is read once for R rows, a query once for
-// those keys. The queries of each head [width, dim] stay in L1. `keys` may be read up to a multiple of kSums / R.
-template <int R, class Products, class E, class Ahead>
-void score_few(const Products& products, const typename Products::Query* queries, int64_t dim, const E* const* keys,
+// those keys. The queries of each head [width, dim] stay in L1. Where kDim says how many dims, loops are unrolled.
+// `keys` may be read up to a multiple of kSums / R.
+template <int R, int kDim = 0, class Products, class E, class Ahead>
+void score_few(const Products& products, const typename Products::Query* queries, int64_t any_dim, const E* const* keys,
                int64_t count, float* scores, int64_t width, const Heads& heads, Ahead& ahead) {
+  const int64_t dim = kDim ? kDim : any_dim;
   constexpr int kSums = kSumsOf<E>, kKeys = kSums / R;
   constexpr int kParts = Products::kParts;                     // of a pair of vectors
   constexpr int kAtOnce = kSums > kAccumulators ? 1 : kParts;  // many sums leave no registers for both
-  const auto some_rows = [&](const auto* own, int64_t n, int64_t from, float* score) __attribute__((always_inline)) {
+  const auto some_rows = [&](const auto* own, int64_t n, const E** row, float* score) __attribute__((always_inline)) {
     Vec sum[kSums] = {};
-    const E* row[kKeys];
-#pragma GCC unroll 16
-    for (int k = 0; k < kKeys; ++k) row[k] = keys[n + k] + from;
     ahead.step(dim / kPair);
 #pragma GCC unroll 2
     for (int first = 0; first < kParts; first += kAtOnce) {
@@ -216,11 +215,21 @@ void score_few(const Products& products, const typename Products::Query* queries
 #pragma GCC unroll 4
     for (int i = 0; i < kSums; i += 4) std::memcpy(score + i / R * width + i % R, &quads[i / 4], sizeof(Quad));
   };
-  for (int64_t n = 0; n < count; n += kKeys) {
-    for (int64_t head = 0; head < heads.count; ++head) {
-      for (int64_t row = 0; row < width; row += R)
-        some_rows(queries + head * heads.queries + row * dim, n, head * heads.row,
-                  scores + head * heads.scores + n * width + row);
+  const Heads each = heads;  // in registers: `ahead` has numbers of the same type
+  for (int64_t n = 0; n < count; n += kKeys, scores += kKeys * width) {
+    for (int64_t row = 0; row < width; row += R) {
+      const E* key[kKeys];
+#pragma GCC unroll 16
+      for (int k = 0; k < kKeys; ++k) key[k] = keys[n + k];
+      const auto* own = queries + row * dim;
+      float* score = scores + row;
+      for (int64_t head = each.count; head > 0; --head) {
+        some_rows(own, n, key, score);
+#pragma GCC unroll 16
+        for (int k = 0; k < kKeys; ++k) key[k] += each.row;
+        own += each.queries;
+        score += each.scores;
+      }
     }
   }
 }
@@ -370,11 +379,11 @@ void with_rows_at_once(int64_t width, F&& function) {
 }
 
 // score_few for any number of rows: queries [width, dim], scores [count, width].
-template <class Products, class E, class Ahead>
+template <int kDim = 0, class Products, class E, class Ahead>
 void score_few_all(const Products& products, const typename Products::Query* queries, int64_t dim, const E* const* keys,
                    int64_t count, float* scores, int64_t width, const Heads& heads, Ahead& ahead) {
-  with_rows_at_once(width,
-                    [&](auto r) { score_few<r>(products, queries, dim, keys, count, scores, width, heads, ahead); });
+  with_rows_at_once(
+      width, [&](auto r) { score_few<r, kDim>(products, queries, dim, keys, count, scores, width, heads, ahead); });
 }
 
 // function(r, v, odd, head, row, d, n, count): each_block for some values after the other, and all heads. Of `keys`

@@ -42,6 +42,17 @@ struct InHalves {
   static Vec add(Vec sum, BitVec key, BitVec query) { return add_products(sum, key, query); }
 };
 
+constexpr int kManyDims = 128;  // those of most models, for which loops over dims are unrolled
+
+// As score_few_all.
+template <class E, class Ahead>
+void score_all_pairs(const bf16* queries, int64_t dim, const E* const* keys, int64_t count, float* scores,
+                     int64_t width, const Heads& heads, Ahead& ahead) {
+  const auto score =
+      dim == kManyDims ? score_few_all<kManyDims, InHalves<E>, E, Ahead> : score_few_all<0, InHalves<E>, E, Ahead>;
+  score({}, queries, dim, keys, count, scores, width, heads, ahead);
+}
+
 // Weights [count, width] as pairs of keys [count / 2, width]. What an odd count lacks is 0 in `weights`, which may be
 // read up to a multiple of kPair.
 inline void pair_weights(const float* weights, int64_t count, int64_t width, float* out) {
@@ -63,38 +74,65 @@ template <int R, int V, class E, class Ahead>
                                                int64_t out_row, Ahead& ahead) {
   Vec sum[R][V];
   load_sums(out, out_row, decay, 1.0f, sum);
-  ahead.step((count + 1) / 2);
-  for (int64_t n = 0; n < count; n += 2) {
+  const auto pair = [&](const E* first, const E* second, bool both) __attribute__((always_inline)) {
     BitVec numbers[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; v += 2) {
       const int64_t d = from + v * kLanes / kPerByte<E>;
-      const __m512i a = (__m512i)load_halves(values[n] + d);
-      const __m512i b = n + 1 < count ? (__m512i)load_halves(values[n + 1] + d) : __m512i{};
-      numbers[v] = (BitVec)_mm512_maskz_unpacklo_epi16(~0u, a, b);
-      numbers[v + 1] = (BitVec)_mm512_maskz_unpackhi_epi16(~0u, a, b);
+      BitVec a = load_halves(first + d), b = both ? load_halves(second + d) : BitVec{};
+      keep_in_register(a);
+      keep_in_register(b);
+      numbers[v] = (BitVec)_mm512_maskz_unpacklo_epi16(~0u, (__m512i)a, (__m512i)b);
+      numbers[v + 1] = (BitVec)_mm512_maskz_unpackhi_epi16(~0u, (__m512i)a, (__m512i)b);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const BitVec weight = (BitVec)_mm512_set1_ps(weights[n / 2 * width + r]);
+      const BitVec weight = (BitVec)_mm512_set1_ps(weights[r]);
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) sum[r][v] = add_products(sum[r][v], weight, numbers[v]);
     }
+    weights += width;
+  };
+  int64_t n = 0;
+  for (; n + 2 <= count; n += 2) {
+    if (n % 4 == 0) ahead.step(std::min<int64_t>(2, (count + 1 - n) / 2));
+    pair(values[n], values[n + 1], true);
   }
+  if (n < count) pair(values[n], nullptr, false);
   store_sums(sum, 1.0f, out, out_row);
+}
+
+// As each_slice and each_block.
+template <int R, int kDim, class E, class Ahead>
+void weigh_slices_of(const float* weights, int64_t width, int64_t rows, const E* const* values, int64_t count,
+                     const float* decay, float* sums, int64_t any_dims, const Heads& heads, Ahead& ahead) {
+  constexpr int kVectors = std::max(2, kAccumulators / R);
+  const int64_t dims = kDim ? kDim : any_dims;
+  for (int64_t n = 0; n < count; n += heads.values) {
+    for (int64_t head = 0; head < heads.count; ++head) {
+      const auto block = [&](auto vectors, int64_t d) __attribute__((always_inline)) {
+        for (int64_t row = 0; row < rows; row += R) {
+          weigh_pairs<R, vectors>(weights + head * heads.scores + n / 2 * width + row, width, values + n,
+                                  std::min(heads.values, count - n), head * heads.row + d / kPerByte<E>,
+                                  n ? nullptr : decay + head * heads.state + row, sums + (head * width + row) * dims + d,
+                                  dims, ahead);
+        }
+      };
+      int64_t d = 0;
+      for (; d + kVectors * kLanes <= dims; d += kVectors * kLanes) block(std::integral_constant<int, kVectors>{}, d);
+      for (; d < dims; d += kPair) block(std::integral_constant<int, 2>{}, d);
+    }
+  }
 }
 
 // As weigh_all.
 template <class E, class Ahead>
 void weigh_all_pairs(const float* weights, int64_t width, int64_t rows, const E* const* values, int64_t count,
                      const float* decay, float* sums, int64_t dims, const Heads& heads, Ahead& ahead) {
-  const auto block = [&](auto r, auto v, auto, int64_t head, int64_t row, int64_t d, int64_t n,
-                         int64_t some) __attribute__((always_inline)) {
-    weigh_pairs<r, v>(weights + head * heads.scores + n / 2 * width + row, width, values + n, some,
-                      head * heads.row + d / kPerByte<E>, n ? nullptr : decay + head * heads.state + row,
-                      sums + (head * width + row) * dims + d, dims, ahead);
-  };
-  each_slice<E>(heads, width, rows, count, dims, block);
+  with_rows_at_once(width, [&](auto r) {
+    const auto weigh = dims == kManyDims ? weigh_slices_of<r, kManyDims, E, Ahead> : weigh_slices_of<r, 0, E, Ahead>;
+    weigh(weights, width, rows, values, count, decay, sums, dims, heads, ahead);
+  });
 }
 
 // A row's sums in the order of its dims.

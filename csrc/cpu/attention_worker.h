@@ -69,6 +69,14 @@ constexpr int64_t kPackedValues = 0, kNarrowKeys = 1, kNibbleDims = 1;
 inline int64_t scaled_pairs(int64_t) { return 0; }
 #endif
 
+// What a thread will work on next, if anything: the first keys of that are asked for with the last ones of the task at
+// hand.
+struct Upcoming {
+  Task task{};
+  const Sequence* sequence = nullptr;
+};
+inline Upcoming nothing() { return {}; }
+
 // What a thread needs to work on tasks, one after the other. KeyPages says where a sequence's keys are, as Pages does.
 template <class T, class Source, class KeyPages = Pages>
 class Worker {
@@ -90,15 +98,15 @@ class Worker {
     row_.want(std::max(dim_, value_dim_));
   }
 
-  // Calls finish(token, head, peak, total, values) for every row.
-  template <class F>
-  void run(const Task& task, const Sequence& sequence, F&& finish) {
+  // Calls finish(token, head, peak, total, values) for every row, and before that upcoming().
+  template <class Next, class F>
+  void run(const Task& task, const Sequence& sequence, Next&& upcoming, F&& finish) {
     begin(task, sequence);
-    add_up();
+    add_up(upcoming);
     left_.assign(task.heads * task.rows(), true);
     if (finish_rows(finish)) return;
     begin(task, sequence, false);
-    add_up();
+    add_up(upcoming);
     finish_rows(finish);
   }
 
@@ -138,23 +146,38 @@ class Worker {
   // one tile's rows of all heads lie side by side in memory. Meanwhile the next rows are fetched.
   template <class F>
   void walk(F&& function) {
+    walk(nothing, function);
+  }
+
+ private:
+  template <class Next, class F>
+  void walk(Next&& upcoming, F&& function) {
     const Task& task = *task_;
     std::optional<Scope> scope;
     if (tiled_ || narrow_) scope.emplace(tile_shapes());
     const int64_t tile = tiled_ ? keys_at_once() : narrow_ ? kNarrowKeys : in_place_ ? few_keys() : kTile;
-    Keys found[3];  // the tile before, this one and the next
-    locate(task.begin, tile, found[0]);
+    Keys found[3];         // the tile before, this one and the next
+    bool wanted = asked_;  // whether the tile at hand has been asked for
+    asked_ = false;
+    next_task_ = task_;
+    locate(task, *sequence_, task.begin, tile, found[0]);
     if constexpr (kNarrowed) {
-      if (narrow_) want_narrow_at_once(found[0]);
+      if (narrow_ && !wanted) want_narrow_at_once(found[0]);
     }
-    bool wanted = false;  // whether the tile at hand has been asked for
     for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += tile, turn = (turn + 1) % 3) {
       const Keys& keys = found[turn];
       Keys& next = found[(turn + 1) % 3];
-      locate(begin + tile, tile, next);
+      locate(task, *sequence_, begin + tile, tile, next);
+      if (begin + tile >= task.end) {
+        if (later_ = upcoming(); later_.sequence) {
+          next_task_ = &later_.task;
+          asked_ = true;
+          locate(later_.task, *later_.sequence, later_.task.begin, tile, next);
+        }
+      }
       if (keys.count == 0) {
         if constexpr (kNarrowed) finish_due();
-        wanted = false;
+        wanted = asked_ = false;
         continue;
       }
       if constexpr (Source::kInPlace) {
@@ -180,6 +203,7 @@ class Worker {
     if constexpr (kNarrowed) finish_due();
   }
 
+ public:
   // The scores of the last tile, in strips: function(scores [keys, width], width, first), whose columns are the rows
   // from `first` on.
   template <class F>
@@ -212,12 +236,13 @@ class Worker {
   static constexpr bool kNarrowed = kTiles<T> && Source::kInPlace;  // where there may be few rows in tiles
 
   // A task's peaks, totals and sums.
-  void add_up() {
+  template <class Next>
+  void add_up(Next&& upcoming) {
     start_sums();
     // Not where sums alone are wanted: who divides by them makes the scores again, and they shall be the same.
     scales_later_ = unscaled() && value_dim_ > 0 && rule_.scale > 0 && rule_.softcap == 0;
     weighs_ = value_dim_ > 0;
-    walk([&](const Keys& keys, int64_t head) {
+    walk(upcoming, [&](const Keys& keys, int64_t head) {
       if (tiled_ && value_dim_ > 0) {
         soften_tiled(keys, head);
         return weigh_tiled(keys, head);
@@ -240,7 +265,7 @@ class Worker {
     const bool last = head + 1 == task_->heads;
     const Keys& tile = last ? next : keys;
     ahead_.clear();
-    source_.prefetch(tile, {0, tile.count, task_->first_head + (last ? 0 : head + 1), 1}, ahead_);
+    source_.prefetch(tile, {0, tile.count, last ? next_task_->first_head : task_->first_head + head + 1, 1}, ahead_);
     const int64_t steps = tiled_ ? steps_of(keys.count) : steps_in_vectors(keys.count);
     if (steps > 0) ahead_.finish_within(steps, tiled_ && has_tiles() && width_ == kSide ? 4 : 1);
   }
@@ -322,10 +347,10 @@ class Worker {
     return own;
   }
 
-  void locate(int64_t begin, int64_t size, Keys& keys) const {
+  void locate(const Task& task, const Sequence& sequence, int64_t begin, int64_t size, Keys& keys) const {
     keys.count = 0;
-    const int64_t end = std::min(begin + size, task_->end);
-    pages_.visit_runs(sequence_->index, begin, end, [&](int64_t index, int64_t count, int64_t block, int64_t slot) {
+    const int64_t end = std::min(begin + size, task.end);
+    pages_.visit_runs(sequence.index, begin, end, [&](int64_t index, int64_t count, int64_t block, int64_t slot) {
       const int64_t n = keys.count;
       for (int64_t i = 0; i < count; ++i) {
         keys.index[n + i] = keys.position[n + i] = index + i;
@@ -409,16 +434,16 @@ class Worker {
   // this one what is not worked on at once, unless that was.
   void score_slices(const Keys& keys, const Keys& next, bool wanted) {
     rows_ahead_.clear();
-    const auto want = [&](const Keys& tile, int64_t first) {
-      const Wanted all{0, tile.count, task_->first_head, task_->heads};
+    const auto want = [&](const Task& task, const Keys& tile, int64_t first) {
+      const Wanted all{0, tile.count, task.first_head, task.heads};
       source_.keys().prefetch_scales(tile.key, all, rows_ahead_);
       if (weighs_) source_.values().prefetch_scales(tile.value, all, rows_ahead_);
-      const Wanted rows{std::min(first, tile.count), tile.count, task_->first_head, task_->heads};
+      const Wanted rows{std::min(first, tile.count), tile.count, task.first_head, task.heads};
       source_.keys().prefetch(tile.key.row, rows, rows_ahead_);
       if (weighs_) source_.values().prefetch(tile.value.row, all, rows_ahead_);
     };
-    if (!wanted) want(keys, kValues);
-    want(next, 0);
+    if (!wanted) want(*task_, keys, kValues);
+    want(*next_task_, next, 0);
     rows_ahead_.finish_within(steps_in_vectors(keys.count) * task_->heads);
     with_rows(source_.keys(), keys.key, keys.count, key_scales_,
               [&](const auto* rows, auto grouped, const Groups& groups, int64_t head, const Heads& heads) {
@@ -438,8 +463,7 @@ class Worker {
         return score_all_nibbles(groups, halves, dim_, rows, count, scores_of(head), width_, heads, rows_ahead_);
     }
     if constexpr (kTiles<T> && !kGrouped) {
-      if (paired_)
-        return score_few_all(InHalves<E>{}, halves, dim_, rows, count, scores_of(head), width_, heads, rows_ahead_);
+      if (paired_) return score_all_pairs(halves, dim_, rows, count, scores_of(head), width_, heads, rows_ahead_);
     }
 #endif
     score_few_all(InFloats<kGrouped, E>{groups}, queries, dim_, rows, count, scores_of(head), width_, heads,
@@ -676,7 +700,7 @@ class Worker {
   // tile has, is not there at once. So between them others are worked on: the values of the head before.
   void start_narrow(const Keys& keys, const Keys& next, int64_t head) {
     const bool last = head + 1 == task_->heads;
-    last ? want_narrow(next, 0) : want_narrow(keys, head + 1);
+    last ? want_narrow(next, next_task_->first_head) : want_narrow(keys, task_->first_head + head + 1);
     want_scales(next, head);
     nibbles_ ? score_nibbles(keys, head) : score_numbers(keys, head);
     weigh_due();
@@ -726,7 +750,7 @@ class Worker {
 
   // Those of a task's first head.
   void want_narrow_at_once(const Keys& keys) {
-    want_narrow(keys, 0);
+    want_narrow(keys, task_->first_head);
     next_rows_.finish();
   }
 
@@ -737,7 +761,6 @@ class Worker {
 
   // The rows of the next head are fetched meanwhile.
   void want_narrow(const Keys& keys, int64_t head) {
-    head += task_->first_head;
     const CachedRows<T>& values = weighs_ ? source_.values() : source_.keys();
     next_rows_ = {};
     if (keys.count == 0) return;
@@ -1058,8 +1081,11 @@ class Worker {
   Prefetcher ahead_;
   RowsAhead rows_ahead_;  // of slices
   const Task* task_ = nullptr;
+  const Task* next_task_ = nullptr;  // whose the next tile is: that, or
+  Upcoming later_;
   const Sequence* sequence_ = nullptr;
   int64_t width_ = 0;
+  bool asked_ = false;  // the first tile of the task to come has been asked for
   bool in_place_ = false, tiled_ = false, rows_in_lanes_ = false;
   bool paired_ = false;        // in place, in products of bfloat16
   bool narrow_ = false;        // and those in tiles

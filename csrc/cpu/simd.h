@@ -114,7 +114,11 @@ inline void keep_in_register(Vec& value) {
 #endif
 }
 
-inline void keep_in_register(const BitVec&) {}
+inline void keep_in_register([[maybe_unused]] BitVec& value) {
+#if defined(__AVX512F__) && !defined(KVBACKEND_EMULATED_AVX512)
+  asm("" : "+v"(value));
+#endif
+}
 
 // kPair numbers as two vectors. Their order within the pair is the type's own.
 constexpr int64_t kPair = 2 * kLanes;

@@ -80,14 +80,22 @@ std::tuple<Tensor, Tensor> sparse_attention(
     const int64_t work = keys_in_all * (source.dim() + source.value_dim()) * std::max<int64_t>(8, group);
     const int64_t threads = std::min<int64_t>({torch::stable::get_num_threads(), units, work / kThreadWork + 1});
     const LogitRule rule{static_cast<float>(softmax_scale), false, -1, static_cast<float>(softcap)};
-    share_out<T>(source, tokens, rule, threads, units, [&](auto& worker, int64_t unit) {
-      const Sequence& pair = pairs[unit];
+    const auto task_of = [&](int64_t unit, int64_t member) {
+      const int64_t head = pairs[unit].index % kv_heads, members = std::min(kRows, group - member);
+      return Task{unit, 0, 1, head, 1, member, members, 0, pairs[unit].length, -1};
+    };
+    share_out<T>(source, tokens, rule, threads, units, [&](auto& worker, int64_t unit, Turns& turns) {
       for (int64_t member = 0; member < group; member += kRows) {
-        const int64_t members = std::min(kRows, group - member);
-        const Task task{unit, 0, 1, pair.index % kv_heads, 1, member, members, 0, pair.length, -1};
-        worker.run(task, pair, [&](int64_t token, int64_t head, float peak, float total, float* out) {
-          output.write(token, head, peak, total, out);
-        });
+        const auto upcoming = [&]() -> Upcoming {
+          if (member + kRows < group) return {};  // the keys at hand once more
+          const auto next = static_cast<int64_t>(turns.upcoming());
+          if (next == units) return {};
+          return {task_of(next, 0), &pairs[next]};
+        };
+        worker.run(task_of(unit, member), pairs[unit], upcoming,
+                   [&](int64_t token, int64_t head, float peak, float total, float* out) {
+                     output.write(token, head, peak, total, out);
+                   });
       }
     });
     result = {output.out, output.lse};

@@ -76,7 +76,7 @@ Tensor token_logits(const Tensor& q, const Tensor& key_cache, const Tensor& bloc
     const int64_t units = static_cast<int64_t>(pairs.size()) * parts;
     const int64_t work = units * std::min(columns, kSplit) * q.size(2) * std::max<int64_t>(8, group);
     const int64_t threads = std::min<int64_t>({torch::stable::get_num_threads(), units, work / kThreadWork + 1});
-    share_out<T>(source, tokens, {1.0f, false, -1, 0.0f}, threads, units, [&](auto& worker, int64_t unit) {
+    share_out<T>(source, tokens, {1.0f, false, -1, 0.0f}, threads, units, [&](auto& worker, int64_t unit, Turns&) {
       const Sequence& pair = pairs[unit / parts];
       const int64_t begin = unit % parts * kSplit, end = std::min(begin + kSplit, columns);
       for (int64_t member = 0; member < group; member += kRows) {
