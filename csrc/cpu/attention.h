@@ -180,15 +180,16 @@ class Plan {
 // What one of several threads does of items [0, count): when it has done one, it takes the next.
 class Turns {
  public:
-  Turns(std::atomic<size_t>& taken, size_t count) : taken_(taken), count_(count) {}
+  Turns(std::atomic<size_t>& taken, size_t count, size_t threads) : taken_(taken), count_(count), threads_(threads) {}
 
-  // The next item, which is this thread's from now on; count: there is none.
+  // The next item, which is this thread's from now on, or count: nobody keeps one of the last, for which a thread that
+  // has nothing to do may be waiting.
   size_t upcoming() {
-    if (next_ == kNone) next_ = std::min(taken_++, count_);
-    return next_;
+    if (next_ == kNone && taken_ + threads_ < count_) next_ = taken_++;
+    return std::min(next_, count_);
   }
   bool take(size_t& item) {
-    item = upcoming();
+    item = next_ == kNone ? taken_++ : next_;
     next_ = kNone;
     return item < count_;
   }
@@ -196,7 +197,7 @@ class Turns {
  private:
   static constexpr size_t kNone = std::numeric_limits<size_t>::max();
   std::atomic<size_t>& taken_;
-  const size_t count_;
+  const size_t count_, threads_;
   size_t next_ = kNone;
 };
 
@@ -207,7 +208,7 @@ void share_out(const Source& source, const KeyPages& pages, const LogitRule& rul
   std::atomic<size_t> taken{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     Worker<T, Source, KeyPages> worker(source, pages, rule);
-    Turns turns(taken, count);
+    Turns turns(taken, count, threads);
     for (size_t item; turns.take(item);) function(worker, item, turns);
   });
 }

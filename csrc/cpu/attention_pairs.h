@@ -98,11 +98,14 @@ template <int R, int V, class E, class Ahead>
     if (n % 4 == 0) ahead.step(std::min<int64_t>(2, (count + 1 - n) / 2));
     pair(values[n], values[n + 1], true);
   }
-  if (n < count) pair(values[n], nullptr, false);
+  if (n < count) {
+    if (n % 4 == 0) ahead.step();
+    pair(values[n], nullptr, false);
+  }
   store_sums(sum, 1.0f, out, out_row);
 }
 
-// As each_slice and each_block.
+// As each_slice and each_block, in one function: one that is called for each block finds anew where everything is.
 template <int R, int kDim, class E, class Ahead>
 void weigh_slices_of(const float* weights, int64_t width, int64_t rows, const E* const* values, int64_t count,
                      const float* decay, float* sums, int64_t any_dims, const Heads& heads, Ahead& ahead) {
@@ -114,8 +117,8 @@ void weigh_slices_of(const float* weights, int64_t width, int64_t rows, const E*
         for (int64_t row = 0; row < rows; row += R) {
           weigh_pairs<R, vectors>(weights + head * heads.scores + n / 2 * width + row, width, values + n,
                                   std::min(heads.values, count - n), head * heads.row + d / kPerByte<E>,
-                                  n ? nullptr : decay + head * heads.state + row, sums + (head * width + row) * dims + d,
-                                  dims, ahead);
+                                  n ? nullptr : decay + head * heads.state + row,
+                                  sums + (head * width + row) * dims + d, dims, ahead);
         }
       };
       int64_t d = 0;

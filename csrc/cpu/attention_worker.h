@@ -105,6 +105,7 @@ class Worker {
     add_up(upcoming);
     left_.assign(task.heads * task.rows(), true);
     if (finish_rows(finish)) return;
+    asked_ = Asked::nothing;
     begin(task, sequence, false);
     add_up(upcoming);
     finish_rows(finish);
@@ -146,6 +147,7 @@ class Worker {
   // one tile's rows of all heads lie side by side in memory. Meanwhile the next rows are fetched.
   template <class F>
   void walk(F&& function) {
+    asked_ = Asked::nothing;
     walk(nothing, function);
   }
 
@@ -156,10 +158,12 @@ class Worker {
     std::optional<Scope> scope;
     if (tiled_ || narrow_) scope.emplace(tile_shapes());
     const int64_t tile = tiled_ ? keys_at_once() : narrow_ ? kNarrowKeys : in_place_ ? few_keys() : kTile;
-    Keys found[3];         // the tile before, this one and the next
-    bool wanted = asked_;  // whether the tile at hand has been asked for
-    asked_ = false;
+    const Asked manner = narrow_ ? Asked::narrow : sliced() ? Asked::slices : Asked::nothing;
+    Keys found[3];                   // the tile before, this one and the next
+    bool wanted = asked_ == manner;  // whether the tile at hand has been asked for
+    asked_ = Asked::nothing;
     next_task_ = task_;
+    if constexpr (kNarrowed) forget_next_rows();
     locate(task, *sequence_, task.begin, tile, found[0]);
     if constexpr (kNarrowed) {
       if (narrow_ && !wanted) want_narrow_at_once(found[0]);
@@ -171,13 +175,14 @@ class Worker {
       if (begin + tile >= task.end) {
         if (later_ = upcoming(); later_.sequence) {
           next_task_ = &later_.task;
-          asked_ = true;
+          asked_ = manner;
           locate(later_.task, *later_.sequence, later_.task.begin, tile, next);
         }
       }
       if (keys.count == 0) {
         if constexpr (kNarrowed) finish_due();
-        wanted = asked_ = false;
+        wanted = false;
+        asked_ = Asked::nothing;
         continue;
       }
       if constexpr (Source::kInPlace) {
@@ -748,6 +753,8 @@ class Worker {
     std::fill(factors_ + count, factors_ + kNarrowKeys, 0.0f);
   }
 
+  void forget_next_rows() { next_rows_ = {}; }
+
   // Those of a task's first head.
   void want_narrow_at_once(const Keys& keys) {
     want_narrow(keys, task_->first_head);
@@ -957,6 +964,7 @@ class Worker {
   int64_t steps_of(int64_t) const { return 1; }
   void pack_narrow(const T*, T*) const {}
   void want_narrow_at_once(const Keys&) {}
+  void forget_next_rows() {}
   void start_narrow(const Keys&, const Keys&, int64_t) {}
   void soften_narrow_head(const Keys&, int64_t) {}
   void finish_due() {}
@@ -1085,7 +1093,7 @@ class Worker {
   Upcoming later_;
   const Sequence* sequence_ = nullptr;
   int64_t width_ = 0;
-  bool asked_ = false;  // the first tile of the task to come has been asked for
+  enum class Asked { nothing, slices, narrow } asked_ = Asked::nothing;  // of the task to come, and in which manner
   bool in_place_ = false, tiled_ = false, rows_in_lanes_ = false;
   bool paired_ = false;        // in place, in products of bfloat16
   bool narrow_ = false;        // and those in tiles

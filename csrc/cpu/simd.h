@@ -115,7 +115,7 @@ inline void keep_in_register(Vec& value) {
 }
 
 inline void keep_in_register([[maybe_unused]] BitVec& value) {
-#if defined(__AVX512F__) && !defined(KVBACKEND_EMULATED_AVX512)
+#if defined(__AVX512BF16__) && !defined(KVBACKEND_EMULATED_AVX512)
   asm("" : "+v"(value));
 #endif
 }
