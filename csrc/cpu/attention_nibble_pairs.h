@@ -2,7 +2,7 @@
 // that have none, in products of bfloat16 too.
 //
 // Codes become bfloat16 32 at a time, by a shift and a lookup, and are not multiplied with their scales. For scores
-// the products of 64 dims lie in lanes so that a lane has four dims of one group; their sums are multiplied with its
+// the products of 128 dims lie in lanes so that a lane has eight dims of one group; their sums are multiplied with its
 // scale. For values the weights are, for each group anew. Queries and sums lie in the order that follows from it.
 //
 // Numbers: scores and sums in float, weights times scales rounded to bfloat16.
@@ -13,7 +13,8 @@
 
 namespace kvbackend::KVBACKEND_ISA {
 
-constexpr int64_t kNibbleDims = 64;  // of keys, at once
+constexpr int64_t kNibbleDims = 64;  // dims come in multiples of it
+constexpr int64_t kNibbles = 128;    // codes in a vector of keys, of which each lane has 8: all of one group
 
 // The dim that each lane begins with, from which follows which of the scales of all of them it wants.
 struct DimsOfLanes {
@@ -23,7 +24,7 @@ struct DimsOfLanes {
 
 struct DimsOfKeys : DimsOfLanes {
   constexpr DimsOfKeys() {
-    for (uint32_t lane = 0; lane < kLanes; ++lane) dim[lane] = 4 * lane;
+    for (uint32_t lane = 0; lane < kLanes; ++lane) dim[lane] = 8 * lane;
   }
 };
 inline constexpr DimsOfKeys kDimsOfKeys;
@@ -33,43 +34,59 @@ inline Vec pick_of_four(const float* four, __m512i lanes) {
   return (Vec)_mm512_maskz_permutexvar_ps(0xffff, lanes, _mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps(four)));
 }
 
-// A query's numbers of the low nibbles of 32 bytes, then those of the high ones; in place.
-inline void order_query(bf16* query, int64_t dim) {
+// The numbers of a query `row` as products want them: of each kNibbles dims the first of every four, then the second
+// ones, and so on; zeros where the last of them are fewer.
+inline int64_t ordered_dims(int64_t dim) { return round_up(dim, kNibbles); }
+
+inline void order_query(const bf16* query, int64_t dim, int64_t row, bf16* queries) {
   uint16_t order[2][kPair];
   for (int i = 0; i < kPair; ++i) order[0][i] = static_cast<uint16_t>(2 * i), order[1][i] = order[0][i] + 1;
-  const __m512i low = _mm512_loadu_si512(order[0]), high = _mm512_loadu_si512(order[1]);
-  for (int64_t d = 0; d < dim; d += kNibbleDims) {
-    const __m512i first = _mm512_loadu_si512(query + d), second = _mm512_loadu_si512(query + d + kPair);
-    _mm512_storeu_si512(query + d, _mm512_maskz_permutex2var_epi16(~0u, first, low, second));
-    _mm512_storeu_si512(query + d + kPair, _mm512_maskz_permutex2var_epi16(~0u, first, high, second));
+  const __m512i evens = _mm512_loadu_si512(order[0]), odds = _mm512_loadu_si512(order[1]);
+  const auto pick = [](__m512i first, __m512i which, __m512i second) {
+    return _mm512_maskz_permutex2var_epi16(~0u, first, which, second);
+  };
+  bf16* out = queries + row * ordered_dims(dim);
+  for (int64_t d = 0; d < dim; d += kNibbles, out += kNibbles) {
+    __m512i part[4] = {};
+    std::memcpy(part, query + d, std::min(kNibbles, dim - d) * sizeof(bf16));
+    const __m512i even[2] = {pick(part[0], evens, part[1]), pick(part[2], evens, part[3])};
+    const __m512i odd[2] = {pick(part[0], odds, part[1]), pick(part[2], odds, part[3])};
+    _mm512_storeu_si512(out, pick(even[0], evens, even[1]));
+    _mm512_storeu_si512(out + kPair, pick(odd[0], evens, odd[1]));
+    _mm512_storeu_si512(out + 2 * kPair, pick(even[0], odds, even[1]));
+    _mm512_storeu_si512(out + 3 * kPair, pick(odd[0], odds, odd[1]));
   }
 }
 
-// As score_few.
-template <int R, class Ahead>
-void score_nibbles(const Groups& groups, const bf16* queries, int64_t dim, const e2m1x2* const* keys, int64_t count,
+// As score_few. Queries have ordered_dims.
+template <int R, int kDim, class Ahead>
+void score_nibbles(const Groups& groups, const bf16* queries, int64_t any_dim, const e2m1x2* const* keys, int64_t count,
                    float* scores, int64_t width, const Heads& heads, Ahead& ahead) {
   constexpr int kSums = kSumsOf<e2m1x2>, kKeys = kSums / R;
+  const int64_t dim = kDim ? kDim : any_dim, row_dim = ordered_dims(dim);
   const __m512i lanes = kDimsOfKeys.scales(groups.shift);
   const auto some_rows = [&](const bf16* own, int64_t n, int64_t head, float* score) __attribute__((always_inline)) {
     Vec sum[kSums] = {};
     ahead.step(dim / kPair);
-    for (int64_t d = 0; d < dim; d += kNibbleDims) {
-      BitVec query[R][2];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
-        query[r][0] = load_halves(own + r * dim + d), query[r][1] = load_halves(own + r * dim + d + kPair);
+    for (int64_t d = 0; d < dim; d += kNibbles) {
+      const __mmask16 here = kDim || d + kNibbles <= dim ? 0xffff : 0xff;
 #pragma GCC unroll 16
       for (int k = 0; k < kKeys; ++k) {
-        const __m256i bytes =
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys[n + k] + head * heads.row + d / 2));
-        const __m512i codes = _mm512_maskz_cvtepu8_epi16(~0u, bytes);
-        const BitVec low = (BitVec)halves_of_nibbles(codes);
-        const BitVec high = (BitVec)halves_of_nibbles(_mm512_maskz_srli_epi16(~0u, codes, 4));
-        const Vec scale = pick_of_four(groups.of(n + k, head) + (d >> groups.shift), lanes);
+        const __m512i codes = _mm512_maskz_loadu_epi32(here, keys[n + k] + head * heads.row + d / 2);
+        BitVec numbers[4];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
-          sum[k * R + r] += scale * add_products(add_products(Vec{}, low, query[r][0]), high, query[r][1]);
+        for (int i = 0; i < 4; ++i)
+          numbers[i] = (BitVec)halves_of_nibbles(i ? _mm512_maskz_srli_epi16(~0u, codes, 4 * i) : codes);
+        const __m256 scales = _mm256_loadu_ps(groups.of(n + k, head) + (d >> groups.shift));
+        const Vec scale = (Vec)_mm512_maskz_permutexvar_ps(here, lanes, _mm512_castps256_ps512(scales));
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          Vec products = {};
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i)
+            products = add_products(products, numbers[i], load_halves(own + r * row_dim + d + i * kPair));
+          sum[k * R + r] += scale * products;
+        }
       }
     }
     const Vec all = sum_lanes(sum);
@@ -82,7 +99,8 @@ void score_nibbles(const Groups& groups, const bf16* queries, int64_t dim, const
   for (int64_t n = 0; n < count; n += kKeys) {
     for (int64_t head = 0; head < heads.count; ++head) {
       for (int64_t row = 0; row < width; row += R)
-        some_rows(queries + head * heads.queries + row * dim, n, head, scores + head * heads.scores + n * width + row);
+        some_rows(queries + head * heads.queries + row * row_dim, n, head,
+                  scores + head * heads.scores + n * width + row);
     }
   }
 }
@@ -91,8 +109,10 @@ void score_nibbles(const Groups& groups, const bf16* queries, int64_t dim, const
 template <class Ahead>
 void score_all_nibbles(const Groups& groups, const bf16* queries, int64_t dim, const e2m1x2* const* keys, int64_t count,
                        float* scores, int64_t width, const Heads& heads, Ahead& ahead) {
-  with_rows_at_once(width,
-                    [&](auto r) { score_nibbles<r>(groups, queries, dim, keys, count, scores, width, heads, ahead); });
+  with_rows_at_once(width, [&](auto r) {
+    const auto score = dim == kManyDims ? score_nibbles<r, kManyDims, Ahead> : score_nibbles<r, 0, Ahead>;
+    score(groups, queries, dim, keys, count, scores, width, heads, ahead);
+  });
 }
 
 // What scale_pairs wants of the lanes of 32 dims after the other, of each R rows x 2 groups of 16.
@@ -180,9 +200,9 @@ template <int R, int V, class Ahead>
 }
 
 // Floats that weigh_all_nibbles wants for weights times scales.
-constexpr int64_t scaled_pairs(int64_t dims) { return kValues / 2 * (kFewRows * dims / kShared + 2 * kLanes); }
+constexpr int64_t scaled_pairs(int64_t dims) { return kTile / 2 * (kFewRows * dims / kShared + 2 * kLanes); }
 
-// As weigh_all; heads.values is at most kValues. `scaled` has room for scaled_pairs.
+// As weigh_all; heads.values is at most kTile. `scaled` has room for scaled_pairs.
 template <class Ahead>
 void weigh_all_nibbles(const Groups& groups, const float* weights, int64_t width, int64_t rows,
                        const e2m1x2* const* values, int64_t count, const float* decay, float* sums, int64_t dims,
@@ -191,7 +211,7 @@ void weigh_all_nibbles(const Groups& groups, const float* weights, int64_t width
   const auto block = [&](auto r, auto v, auto /*odd*/, int64_t head, int64_t row, int64_t d, int64_t first,
                          int64_t some) __attribute__((always_inline)) {
     const int64_t stride = round_up(pieces * 2 * r, kLanes);
-    float* own = scaled + row / r * stride * (kValues / 2);
+    float* own = scaled + row / r * stride * (kTile / 2);
     if (d == 0) {
       const float* from = weights + head * heads.scores + first * width + row;
       scale_pairs<r>(groups, from, width, first, some, head, pieces, stride, own);

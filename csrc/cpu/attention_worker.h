@@ -322,13 +322,15 @@ class Worker {
   void start_queries(int64_t head) {
     float* queries = queries_ + head * width_ * dim_;
     if constexpr (kTiles<T>) {
-      T* rows = reinterpret_cast<T*>(narrow_ ? narrow_keys_.data() : queries);
+      T *packed = reinterpret_cast<T*>(queries), *rows = narrow_ ? reinterpret_cast<T*>(narrow_keys_.data()) : packed;
       if (narrow_) std::memset(static_cast<void*>(rows), 0, width_ * dim_ * sizeof(T));
-      for (int64_t row = 0; paired_ && row < task_->rows(); ++row)
-        source_.load_query(token(row), query_head(head, row), rows + row * dim_);
-      T* packed = reinterpret_cast<T*>(queries);
+      for (int64_t row = 0; paired_ && row < task_->rows(); ++row) {
+        const bool ordered = nibbles_ && !narrow_;
+        T* query = ordered ? reinterpret_cast<T*>(row_.data()) : rows + row * dim_;
+        source_.load_query(token(row), query_head(head, row), query);
+        if (ordered) order_query(query, dim_, row, packed);
+      }
       if (narrow_) pack_narrow(rows, packed);
-      for (int64_t row = 0; nibbles_ && !narrow_ && row < task_->rows(); ++row) order_query(packed + row * dim_, dim_);
     }
     for (int64_t row = 0; !paired_ && row < task_->rows(); ++row) {
       source_.load_query(token(row), query_head(head, row), row_.data());
@@ -540,9 +542,10 @@ class Worker {
       using E = decltype(zero);
       if constexpr (!std::is_same_v<E, uint4x2>) {  // KIVI's codes are not read in place
         Heads heads;
-        if (nibbles_) heads.values = kValues;
+        if (nibbles_) heads.values = kTile;  // so few bytes that a head after the other takes no longer
         if (rows.heads_together() && (nibbles_ || !rows.grouped()) && task_->heads > 1)
-          heads = {task_->heads, kValues, rows.size() / kPerByte<E>, 0, kApart * width_, state_width()};
+          heads = {task_->heads, nibbles_ ? kTile : kValues, rows.size() / kPerByte<E>, 0, kApart * width_,
+                   state_width()};
         for (int64_t head = 0; head < task_->heads; head += heads.count) {
           const E *row[kTile + kManySums], *last = nullptr;
           const char* first = rows.row(0, task_->first_head + head);

@@ -7,30 +7,16 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------------------- pooling
 
-// One token's part in an entry: rows of dim channels, and what is added to its gate, if anything.
+// One token's part in an entry: rows of dim channels, and what is added to its gate.
 template <class T>
 struct Member {
-  const T* kv;
-  const T* gate;
+  const T *kv, *gate;
   const float* bias;
+  const float *kept_kv = nullptr, *kept_gate = nullptr;  // instead, of a token that a state kept
 };
 
 template <class T>
-struct Members {  // of one entry, in order of their positions: tokens that a state kept, and tokens of the call
-  std::vector<Member<float>> kept;
-  std::vector<Member<T>> current;
-
-  template <class F>
-  void each(F&& function) const {
-    for (const Member<float>& member : kept) function(member);
-    for (const Member<T>& member : current) function(member);
-  }
-
-  // Have a cache line of a row of token i, if there is such a token.
-  void fetch(size_t i, const T* Member<T>::* row, int64_t channel) const {
-    if (i < current.size()) __builtin_prefetch(current[i].*row + channel, 0, 2);
-  }
-};
+using Members = std::vector<Member<T>>;  // of one entry, in order of their positions
 
 // Vectors of channels, all whole.
 struct Whole {
@@ -52,58 +38,94 @@ struct Partial {
   }
 };
 
-// The weighted means of N vectors of channels from `channel` on. Gates are read twice, the second time from L1. What
-// the next entry will read is fetched meanwhile: its rows are too far apart for the hardware to see the order.
-template <int N, class T, class Load>
-void pool_channels(const Members<T>& members, const Members<T>& next, int64_t channel, Load load_row, Vec* means) {
-  constexpr int64_t kLine = 64 / sizeof(T), kChannels = N * kLanes;
-  const auto gate = [&](const auto& member, auto biased, int n) {
-    const int64_t at = channel + n * kLanes;
-    if constexpr (biased) return load_row(member.gate + at) + load_row(member.bias + at);
-    return load_row(member.gate + at);
-  };
-  const auto each = [&](auto&& function) {
-    members.each([&](const auto& member) {
-      member.bias ? function(member, std::true_type{}) : function(member, std::false_type{});
-    });
-  };
-  Vec peak[N], total[N] = {}, sum[N] = {};
-  for (int n = 0; n < N; ++n) peak[n] = broadcast(-std::numeric_limits<float>::infinity());
-  size_t token = 0;
-  each([&](const auto& member, auto biased) {
-    for (int64_t c = 0; c < kChannels; c += kLine) next.fetch(token, &Member<T>::gate, channel + c);
-    ++token;
+// What a vector of channels is so far: sums over tokens, whose weights are relative to the largest gate.
+struct Sums {
+  Vec peak, weights, rows;
+};
+
+// N tokens more in V vectors of channels. Gates stay in registers.
+template <int N, int V, class T, class Load>
+void add(const Member<T>* members, int64_t channel, Load load_row, bool first, Sums* sums) {
+  constexpr bool kRough = sizeof(T) == 2;
+  Vec gates[N][V], peak[V];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) peak[v] = first ? broadcast(std::numeric_limits<float>::lowest()) : sums[v].peak;
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) peak[n] = maximum(peak[n], gate(member, biased, n));
-  });
-  token = 0;
-  each([&](const auto& member, auto biased) {
-    for (int64_t c = 0; c < kChannels; c += kLine) next.fetch(token, &Member<T>::kv, channel + c);
-    ++token;
+  for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      const Member<T>& member = members[n];
+      const int64_t at = channel + v * kLanes;
+      gates[n][v] =
+          member.kept_gate ? load_row(member.kept_gate + at) : load_row(member.gate + at) + load_row(member.bias + at);
+      peak[v] = maximum(gates[n][v], peak[v]);  // never -infinity, which must not be subtracted from itself
+    }
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    const Vec decay = first ? Vec{} : exp_small<kRough>(sums[v].peak - peak[v]);
+    Vec weights = first ? Vec{} : sums[v].weights * decay, rows = first ? Vec{} : sums[v].rows * decay;
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      const Vec weight = exp_small(gate(member, biased, n) - peak[n]);
-      total[n] += weight;
-      sum[n] += weight * load_row(member.kv + channel + n * kLanes);
+      const Member<T>& member = members[n];
+      const int64_t at = channel + v * kLanes;
+      const Vec weight = exp_small<kRough>(gates[n][v] - peak[v]);
+      weights += weight;
+      rows += weight * (member.kept_kv ? load_row(member.kept_kv + at) : load_row(member.kv + at));
     }
-  });
-  for (int n = 0; n < N; ++n) means[n] = sum[n] / total[n];
+    sums[v] = {peak[v], weights, rows};
+  }
 }
 
-constexpr int kTile = kAccumulators / 4;  // vectors at a time: their peaks, totals and sums stay in registers
-
+// Rows of tokens that later entries will read, asked for in the order of memory.
 template <class T>
-void pool(const Members<T>& members, const Members<T>& next, int64_t dim, float* out) {
-  Vec means[kTile];
-  int64_t channel = 0;
-  for (; channel + kTile * kLanes <= dim; channel += kTile * kLanes) {
-    pool_channels<kTile>(members, next, channel, Whole{}, means);
-    std::memcpy(out + channel, means, sizeof means);
+struct Upcoming {
+  const T *kv, *gate;
+  int64_t kv_stride, gate_stride, tokens, width;
+  int64_t channel = 0, due = 0;
+
+  void ask(int64_t numbers) {  // so many of kv, and as many gates
+    constexpr int64_t kLine = 64 / sizeof(T);
+    for (due += numbers; due >= kLine && tokens > 0; due -= kLine) {
+      __builtin_prefetch(kv + channel, 0, 2);
+      __builtin_prefetch(gate + channel, 0, 2);
+      channel += kLine;
+      if (channel < width) continue;
+      channel = 0;
+      kv += kv_stride;
+      gate += gate_stride;
+      --tokens;
+    }
   }
-  for (; channel < dim; channel += kLanes) {
-    const int64_t count = std::min<int64_t>(kLanes, dim - channel);
-    pool_channels<1>(members, next, channel, Partial{count}, means);
-    std::memcpy(out + channel, means, count * sizeof(float));
+};
+
+// The weighted means of an entry's members. `sums` and `out` have room for whole vectors. Inlined it takes a fifth
+// longer.
+template <class T>
+[[gnu::noinline]] void pool(const Members<T>& members, Upcoming<T> upcoming, int64_t dim, std::vector<Sums>& sums,
+                            float* out) {
+  constexpr int kTile = 2;  // vectors at a time
+  const int64_t count = members.size();
+  int64_t i = 0;
+  const auto add_tokens = [&](auto group) {
+    int64_t channel = 0;
+    for (; channel + kTile * kLanes <= dim; channel += kTile * kLanes) {
+      upcoming.ask(group * kTile * kLanes);
+      add<group, kTile>(&members[i], channel, Whole{}, i == 0, &sums[channel / kLanes]);
+    }
+    for (; channel < dim; channel += kLanes) {
+      const Partial last{std::min<int64_t>(kLanes, dim - channel)};
+      add<group, 1>(&members[i], channel, last, i == 0, &sums[channel / kLanes]);
+    }
+    i += group;
+  };
+  while (i + 8 <= count) add_tokens(std::integral_constant<int, 8>{});
+  if (count & 4) add_tokens(std::integral_constant<int, 4>{});
+  if (count & 2) add_tokens(std::integral_constant<int, 2>{});
+  if (count & 1) add_tokens(std::integral_constant<int, 1>{});
+  for (const Sums& channels : sums) {
+    store(out, channels.rows / channels.weights);
+    out += kLanes;
   }
 }
 
@@ -152,6 +174,7 @@ class Rows {  // [T, width] with channels beside each other; a tensor that has t
     stride_ = width;
   }
   const T* operator[](int64_t row) const { return data_ + row * stride_; }
+  int64_t stride() const { return stride_; }
 
  private:
   const T* data_;
@@ -280,35 +303,43 @@ std::tuple<Tensor, Tensor, Tensor> compress_kv(const Tensor& kv, const Tensor& n
     std::memset(static_cast<void*>(out + entries.size() * dim), 0, (num_rows - entries.size()) * dim * sizeof(T));
     const std::vector<T> no_gate(gate ? 0 : dim);  // with one token any gate will do
 
+    const std::vector<float> no_bias(position_bias ? 0 : width);
     const auto gather = [&](const Entry& entry, Members<T>& members) {
       const Sequence& sequence = batch[entry.sequence];
       const int64_t group = entry.index * compress_ratio, before = (stages - 1) * compress_ratio;
-      members.kept.clear();
-      members.current.clear();
+      members.clear();
       for (int64_t p = std::max<int64_t>(group - before, 0); p < group + compress_ratio; ++p) {
         const int64_t column = p < group ? 0 : (stages - 1) * dim;  // the half of the row that this entry takes
         if (p >= sequence.start) {
           const int64_t token = sequence.first_token + p - sequence.start;
-          const float* added = position_bias ? bias.data() + p % compress_ratio * width + column : nullptr;
-          members.current.push_back(
-              {kv_rows[token] + column, gate ? gate_rows[token] + column : no_gate.data(), added});
+          const float* added = position_bias ? bias.data() + p % compress_ratio * width : no_bias.data();
+          members.push_back(
+              {kv_rows[token] + column, gate ? gate_rows[token] + column : no_gate.data(), added + column});
         } else if (sequence.state >= 0) {
-          members.kept.push_back(
-              {states->kv(sequence.state, p) + column, states->gate(sequence.state, p) + column, nullptr});
+          members.push_back({nullptr, nullptr, nullptr, states->kv(sequence.state, p) + column,
+                             states->gate(sequence.state, p) + column});
         }
       }
+    };
+
+    const auto upcoming = [&](const Entry& entry) {
+      constexpr int64_t kAhead = 8;  // tokens
+      const Sequence& sequence = batch[entry.sequence];
+      const int64_t read = std::max<int64_t>(entry.index * compress_ratio - sequence.start, 0);
+      const int64_t token = sequence.first_token + read + kAhead;
+      const int64_t count = std::min(compress_ratio, num_tokens - token);
+      return Upcoming<T>{kv_rows[token], gate_rows[token], kv_rows.stride(), gate_rows.stride(), count, width};
     };
 
     // Parallel over entries; a row stays in L1 until it is written.
     const int64_t bytes = stages * compress_ratio * dim * 2 * static_cast<int64_t>(sizeof(T));
     torch::stable::parallel_for(0, entries.size(), grain(bytes), [&](int64_t begin, int64_t end) {
-      Members<T> members, next;
-      gather(entries[begin], next);
-      std::vector<float> row(dim), angles(table ? table->rotary_dim() : 0);
+      Members<T> members;
+      std::vector<Sums> sums((dim + kLanes - 1) / kLanes);
+      std::vector<float> row(sums.size() * kLanes), angles(table ? table->rotary_dim() : 0);
       for (int64_t place = begin; place < end; ++place) {
-        std::swap(members, next);
-        place + 1 < end ? gather(entries[place + 1], next) : next.current.clear();
-        pool(members, next, dim, row.data());
+        gather(entries[place], members);
+        pool(members, upcoming(entries[place]), dim, sums, row.data());
         normalize(row.data(), weights.data(), dim, static_cast<float>(eps));
         if (table && table->load(position_of[place], angles.data()))
           rotate(row.data() + dim - table->rotary_dim(), angles.data(), table->rotary_dim(), true);

@@ -53,26 +53,40 @@ class Ragged {
   std::optional<Ids> starts_;
 };
 
-// Copies one stretch of bytes after the other, each when the next is known, whose first lines are then on their way: a
-// core's own prefetching begins anew with each.
+// Copies one stretch of bytes after the other, each when the next is known: lines are asked for some way ahead, from one
+// stretch into the next, as a core's own prefetching begins anew with each page.
 class Stretches {
  public:
   void add(char* to, const char* from, int64_t bytes) {
-    for (int64_t i = 0; i < std::min(bytes, kAhead); i += 64) __builtin_prefetch(from + i);
-    finish();
+    copy(from, bytes);
     to_ = to, from_ = from, bytes_ = bytes;
   }
 
   void finish() {
-    if (bytes_ > 0) std::memcpy(to_, from_, bytes_);
+    copy(nullptr, 0);
     bytes_ = 0;
   }
 
  private:
-  static constexpr int64_t kAhead = 4096;
+  static constexpr int64_t kAhead = 4096, kPiece = 256;
+
+  void copy(const char* next, int64_t next_bytes) {
+    for (int64_t i = 0; i < bytes_; i += kPiece) {
+      const int64_t until = std::min(i + kPiece + kAhead, bytes_ + next_bytes);
+      for (; asked_ < until; asked_ += 64)
+        __builtin_prefetch(asked_ < bytes_ ? from_ + asked_ : next + (asked_ - bytes_), 0, 2);
+      if (bytes_ - i >= kPiece) {
+        std::memcpy(to_ + i, from_ + i, kPiece);
+      } else {
+        std::memcpy(to_ + i, from_ + i, bytes_ - i);
+      }
+    }
+    asked_ = std::max<int64_t>(asked_ - bytes_, 0);
+  }
+
   char* to_ = nullptr;
   const char* from_ = nullptr;
-  int64_t bytes_ = 0;
+  int64_t bytes_ = 0, asked_ = 0;  // asked_: of these and the next
 };
 
 // Rows as they are. Parallel over rows of the output.

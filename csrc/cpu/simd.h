@@ -184,7 +184,13 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + mu
 
 // ---------------------------------------------------------------------------------------------------------- algebra
 
-inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }  // b where either is NaN
+inline Vec maximum(Vec a, Vec b) {  // b where either is NaN
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // Lanes of both vectors in an order that repeats every 128 bits: `Order` numbers a's four, then b's four.
 template <int... Order, int... Lane>
@@ -234,35 +240,30 @@ inline Vec sum_lanes(const Vec (&v)[16]) {
 
 // -------------------------------------------------------------------------------------------------------- functions
 
-// e^x for x <= 8, within 2 ulp; 0 where that is not a normal number, NaN for NaN. x = n ln 2 + r, |r| <= ln 2 / 2; the
-// polynomial is that of Cephes' expf.
+// e^x for x <= 8, within 2 ulp, or within 4e-6 of it where kRough: enough for weights of numbers of 16 bits. 0 below
+// -87.7, where that is no normal number, and NaN for NaN. x is (n + r) ln 2 with |r| <= 1/2, and 2^r a polynomial of
+// the least relative error.
+template <bool kRough = false>
 inline Vec exp_small(Vec x) {
-#if defined(__AVX512F__)
-  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  const Vec above = (Vec)_mm512_maskz_max_ps(0xffff, (__m512)broadcast(-104.0f), (__m512)x);  // x where that is NaN
-  const Vec n = (Vec)_mm512_maskz_roundscale_ps(0xffff, (__m512)(above * 1.44269504f), kNearest);
-  const Vec r = (above - n * 0.693359375f) - n * -2.12194440e-4f;
-#else
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec shifted = x * 1.44269504f + kRound;
+  constexpr float kRound = 12582912.0f + 127;  // 1.5 * 2^23: adding it rounds to an integer; 127 is the exponent of 1
+  x = maximum(broadcast(-88.0f), x);           // x where that is NaN
+  const Vec shifted = x * 1.44269502f + kRound;
   const Vec n = shifted - kRound;
-  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-#endif
-  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-#if defined(__AVX512F__)
-  p = (p * r + 1.0f) * r + 1.0f;
-  return (Vec)_mm512_mask_scalef_ps(_mm512_setzero_ps(),
-                                    _mm512_cmp_ps_mask((__m512)x, (__m512)broadcast(-87.33654f), _CMP_NLT_UQ),
-                                    (__m512)p, (__m512)n);
-#else
-  p = p * (r * r) + r + 1.0f;
-  const Vec power = (Vec)(((BitVec)shifted + 127) << 23);  // the low bits of `shifted` are n
-  return x < -87.33654f ? Vec{} : p * power;
-#endif
+  Vec r = x * 1.44269502f - n, p;
+  if constexpr (kRough) {
+    p = r * 9.58285294e-3f + 5.59064248e-2f;
+    p = p * r + 2.40240986e-1f;
+    p = p * r + 6.93124193e-1f;
+  } else {
+    r += x * 1.92596303e-8f;  // what the factor lacks
+    p = r * 1.53533619e-4f + 1.33988744e-3f;
+    p = p * r + 9.61843736e-3f;
+    p = p * r + 5.55033247e-2f;
+    p = p * r + 2.40226479e-1f;
+    p = p * r + 6.93147203e-1f;
+  }
+  p = p * r + 1.0f;
+  return p * (Vec)((BitVec)shifted << 23);  // 2^n: the low bits of `shifted` are its exponent
 }
 
 // tanh(x): its series near 0, where the quotient would cancel.

@@ -23,6 +23,7 @@ from .limits import Limit
 ROUNDS = 15
 SAMPLE_US = 2000.0  # one timing covers at least this much work, by the quickest of some first calls
 FIRST_CALLS = 8  # the first ones fault in the pages of their results, until the heap has room for every one
+SIZING_S = 0.02  # or as many as take so long
 WAITED = 0.04  # a timing whose threads waited for a core for more than this share of it is taken again, twice at most
 
 
@@ -80,12 +81,10 @@ def interleaved(candidates: Mapping[str, Callable[[], Any]], rounds: int = ROUND
 
 def _calls_of_a_sample(function: Callable[[], Any]) -> int:
     function()
-    quickest = float("inf")
-    for _ in range(FIRST_CALLS):
-        quickest = min(quickest, _seconds(function, 1))
-        if quickest > SAMPLE_US * 1e-6:
-            break
-    return max(1, int(SAMPLE_US * 1e-6 / max(quickest, 1e-7)))
+    took: list[float] = []
+    while len(took) < FIRST_CALLS and sum(took) < SIZING_S:
+        took.append(_seconds(function, 1))
+    return max(1, int(SAMPLE_US * 1e-6 / max(min(took), 1e-7)))
 
 
 def _undisturbed(function: Callable[[], Any], count: int) -> float:

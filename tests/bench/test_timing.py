@@ -55,6 +55,17 @@ def test_calls_are_taken_in_turn() -> None:
     assert seen == [0, 1, 0]
 
 
+@pytest.mark.parametrize(("seconds", "calls"), [([3e-3, 3e-3, *[1e-4] * 6], 20), ([5e-2], 1), ([1.5e-2] * 2, 1)])
+def test_a_sample_is_sized_by_calls_whose_pages_are_there(
+    seconds: list[float], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call or two that fault pages in do not make a sample one cold call; and long calls are few."""
+    left = iter(seconds)
+    monkeypatch.setattr(timing, "_seconds", lambda function, count: next(left))
+    assert timing._calls_of_a_sample(lambda: None) == calls
+    assert next(left, None) is None
+
+
 def test_freed_memory_is_kept() -> None:
     """Large tensors that come after a freed one have its pages, under the settings to measure with."""
     code = """
