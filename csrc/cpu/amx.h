@@ -129,11 +129,10 @@ inline void keep_tiles_awake() {
 #endif
 }
 
-// The same in vectors: sums[M][N], each of kSide columns, += M rows of A, `row_bytes` apart, times N tiles of B. A
-// row's place serves for some pairs: M of them do not fit in registers.
-template <int M, int N>
-[[gnu::always_inline]] inline void multiply(Vec (&sums)[M][N], const bf16* a, int64_t row_bytes,
-                                            const bf16* const (&b)[N]) {
+// The same in vectors: sums[M][N], each of kSide columns, += M rows of A, a(m), times N tiles of B. A row's place
+// serves for some pairs: M of them do not fit in registers.
+template <int M, int N, class Rows>
+[[gnu::always_inline]] inline void multiply(Vec (&sums)[M][N], const Rows& a, const bf16* const (&b)[N]) {
   constexpr int kPairs = 4 / N;
   for (int64_t pair = 0; pair < kSide; pair += kPairs) {
     __m512bh columns[kPairs][N];
@@ -144,11 +143,11 @@ template <int M, int N>
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-      const char* row = reinterpret_cast<const char*>(a + 2 * pair) + m * row_bytes;
+      const bf16* row = a(m) + 2 * pair;
 #pragma GCC unroll 4
       for (int p = 0; p < kPairs; ++p) {
         int32_t two;
-        std::memcpy(&two, row + p * sizeof two, sizeof two);
+        std::memcpy(&two, row + 2 * p, sizeof two);
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n)
           sums[m][n] = (Vec)_mm512_dpbf16_ps((__m512)sums[m][n], (__m512bh)_mm512_set1_epi32(two), columns[p][n]);

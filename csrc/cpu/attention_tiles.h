@@ -21,8 +21,10 @@ namespace kvbackend::KVBACKEND_ISA {
 struct KeyTiles {
   struct Part {
     int64_t dims;
-    const bf16* at[kMostKeys / kSide];
-    int64_t row_bytes[kMostKeys / kSide];
+    const bf16* row[kMostKeys];
+    int64_t row_bytes[kMostKeys / kSide];  // from each to the next; 0: they lie apart, which vectors alone can read
+
+    const bf16* at(int64_t group) const { return row[group * kSide]; }
   };
   Part part[2];
   int parts = 1;
@@ -57,8 +59,12 @@ void score_in_vectors(const KeyTiles& keys, int first, int last, int64_t group, 
       if (R == 1 || n == 0) ahead.step();
       const bf16* strips[R];
       for (int r = 0; r < R; ++r) strips[r] = queries + r * kSide * dim + at * kSide;
-      const int64_t row_bytes = part.row_bytes[side];
-      multiply(sums, part.at[side] + row * row_bytes / static_cast<int64_t>(sizeof(bf16)) + d, row_bytes, strips);
+      const bf16* const* rows = part.row + group * kSide + n;
+      if (const int64_t apart = part.row_bytes[side] / static_cast<int64_t>(sizeof(bf16)); apart > 0) {
+        multiply(sums, [&, first = rows[0] + d](int m) { return first + m * apart; }, strips);
+      } else {
+        multiply(sums, [&](int m) { return rows[m] + d; }, strips);
+      }
     });
     for (int key = 0; key < kKeys; ++key) {
       for (int r = 0; r < R; ++r) store(scores + (r * kMostKeys + side * kSide + row + key) * kSide, sums[key][r]);
@@ -75,7 +81,7 @@ void score_in_tiles(const KeyTiles& keys, int first, int last, int64_t group, co
     ahead.step();
     each<R>([&](auto r) { tile_stream<6 + r>(queries + r * kSide * dim + at * kSide, 64); });
     each<K>([&](auto k) {
-      tile_load<4 + k % 2>(part.at[group + k] + d, part.row_bytes[group + k]);
+      tile_load<4 + k % 2>(part.at(group + k) + d, part.row_bytes[group + k]);
       each<R>([&](auto r) { tile_multiply<k * R + r, 4 + k % 2, 6 + r>(); });
     });
   });
@@ -236,7 +242,8 @@ void weigh_in_vectors(const bf16* weights, const bf16* values, int64_t count, in
       if (C == 4 || row == 0) ahead.step();
       const bf16* columns[C];
       for (int c = 0; c < C; ++c) columns[c] = values + (n / kDepth * C + c) * kTileNumbers;
-      multiply(found, weights + (strip * kMostKeys + n) * kSide + first * kDepth, 64, columns);
+      const bf16* rows = weights + (strip * kMostKeys + n) * kSide + first * kDepth;
+      multiply(found, [&](int m) { return rows + m * kDepth; }, columns);
     }
     for (int m = 0; m < kRowsAtOnce; ++m) {
       for (int c = 0; c < C; ++c) store(sum(m, c), found[m][c]);
@@ -274,11 +281,11 @@ void weigh_beside(const bf16* weights, const KeyTiles::Part& values, int64_t gro
       ahead.step();
       tile_stream<4>(weights + group * 2 * kTileNumbers, 64);
       tile_stream<5>(weights + (group * 2 + 1) * kTileNumbers, 64);
-      tile_load<6>(values.at[group] + d, values.row_bytes[group]);
+      tile_load<6>(values.at(group) + d, values.row_bytes[group]);
       tile_multiply<0, 4, 6>();
       tile_multiply<1, 5, 6>();
       if (!two) continue;
-      tile_load<7>(values.at[group] + d + kDepth, values.row_bytes[group]);
+      tile_load<7>(values.at(group) + d + kDepth, values.row_bytes[group]);
       tile_multiply<2, 4, 7>();
       tile_multiply<3, 5, 7>();
     }

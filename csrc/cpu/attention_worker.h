@@ -158,7 +158,10 @@ class Worker {
     std::optional<Scope> scope;
     if (tiled_ || narrow_) scope.emplace(tile_shapes());
     const int64_t tile = tiled_ ? keys_at_once() : narrow_ ? kNarrowKeys : in_place_ ? few_keys() : kTile;
-    const Asked manner = narrow_ ? Asked::narrow : sliced() ? Asked::slices : Asked::nothing;
+    const Asked manner = narrow_                  ? Asked::narrow
+                         : sliced()               ? Asked::slices
+                         : tiled_ && !has_tiles() ? Asked::strips
+                                                  : Asked::nothing;
     Keys found[3];                   // the tile before, this one and the next
     bool wanted = asked_ == manner;  // whether the tile at hand has been asked for
     asked_ = Asked::nothing;
@@ -168,6 +171,7 @@ class Worker {
     if constexpr (kNarrowed) {
       if (narrow_ && !wanted) want_narrow_at_once(found[0]);
     }
+    if (manner == Asked::strips && !wanted) want_at_once(found[0]);
     for (int64_t begin = task.begin, turn = 0; begin < task.end; begin += tile, turn = (turn + 1) % 3) {
       const Keys& keys = found[turn];
       Keys& next = found[(turn + 1) % 3];
@@ -269,10 +273,18 @@ class Worker {
   void want_next(const Keys& keys, const Keys& next, int64_t head) {
     const bool last = head + 1 == task_->heads;
     const Keys& tile = last ? next : keys;
-    ahead_.clear();
+    ahead_.clear(!has_tiles());
     source_.prefetch(tile, {0, tile.count, last ? next_task_->first_head : task_->first_head + head + 1, 1}, ahead_);
     const int64_t steps = tiled_ ? steps_of(keys.count) : steps_in_vectors(keys.count);
     if (steps > 0) ahead_.finish_within(steps, tiled_ && has_tiles() && width_ == kSide ? 4 : 1);
+  }
+
+  // A thread's first tile, which nothing else can be worked on meanwhile.
+  void want_at_once(const Keys& keys) {
+    ahead_.clear(true);
+    source_.prefetch(keys, {0, keys.count, task_->first_head, 1}, ahead_);
+    ahead_.finish_within(1);
+    ahead_.step();
   }
 
   // Where keys go that are not read in place. What rounding up adds to their rows stays 0.
@@ -630,7 +642,8 @@ class Worker {
 
   static int64_t groups_of(const Keys& keys) { return (keys.count + kSide - 1) / kSide; }
 
-  // Where keys lie, 16 at a time: in their cache if they follow each other there, else copies, or what codes stand for.
+  // Where keys lie, 16 at a time: in their cache, which tiles can read if they follow each other there, else copies, or
+  // what codes stand for.
   void find_keys(const Keys& keys, int64_t head, KeyTiles& tiles) {
     const int64_t first_dims = source_.value_dim();
     tiles.parts = Source::kValuesAreKeys && first_dims % kDepth == 0 && first_dims < dim_ ? 2 : 1;
@@ -644,12 +657,10 @@ class Worker {
     const int64_t groups = groups_of(keys);
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t n = group * kSide;
-      const bool there = plain && keys.runs[group];
+      const bool there = plain && (keys.runs[group] || !has_tiles());
       for (int i = 0; there && i < tiles.parts; ++i) {
         const StoredRows<T> stored = source_.part(keys, i);
-        tiles.part[i].at[group] =
-            reinterpret_cast<const bf16*>(stored.rows->row(stored.offsets[n], task_->first_head + head));
-        tiles.part[i].row_bytes[group] = stored.rows->slot_bytes();
+        set_rows(tiles.part[i], *stored.rows, stored.offsets, keys, group, head);
       }
       if (there) continue;
       bf16* rows = as_bf16(tile_keys_) + n * dim_;
@@ -658,16 +669,28 @@ class Worker {
           source_.load_key(keys, k, task_->first_head + head, key_buffer_, as_exact(rows + (k - n) * dim_));
       }
       clear_rows(rows, keys.count - n, dim_);
-      for (int i = 0; i < tiles.parts; ++i) {
-        tiles.part[i].at[group] = rows + (i ? tiles.part[0].dims : 0);
-        tiles.part[i].row_bytes[group] = dim_ * sizeof(bf16);
-      }
+      for (int i = 0; i < tiles.parts; ++i) set_copies(tiles.part[i], rows + (i ? tiles.part[0].dims : 0), dim_, group);
     }
     for (int i = 0; i < tiles.parts; ++i) {  // blocks of up to 4 groups are read
-      std::fill(tiles.part[i].at + groups, std::end(tiles.part[i].at), tiles.part[i].at[groups - 1]);
-      std::fill(tiles.part[i].row_bytes + groups, std::end(tiles.part[i].row_bytes),
-                tiles.part[i].row_bytes[groups - 1]);
+      KeyTiles::Part& part = tiles.part[i];
+      std::fill(part.row + groups * kSide, std::end(part.row), part.at(groups - 1));
+      std::fill(part.row_bytes + groups, std::end(part.row_bytes), 0);
     }
+  }
+
+  // The rows of a group where the cache holds them; past the last one that again.
+  void set_rows(KeyTiles::Part& part, const CachedRows<T>& rows, const int64_t* offsets, const Keys& keys,
+                int64_t group, int64_t head) const {
+    for (int64_t n = group * kSide; n < (group + 1) * kSide; ++n) {
+      const char* row = rows.row(offsets[std::min(n, keys.count - 1)], task_->first_head + head);
+      part.row[n] = reinterpret_cast<const bf16*>(row);
+    }
+    part.row_bytes[group] = keys.runs[group] ? rows.slot_bytes() : 0;
+  }
+
+  static void set_copies(KeyTiles::Part& part, const bf16* first, int64_t dims, int64_t group) {
+    for (int64_t n = 0; n < kSide; ++n) part.row[group * kSide + n] = first + n * dims;
+    part.row_bytes[group] = dims * static_cast<int64_t>(sizeof(bf16));
   }
 
   // Whether find_narrow's copies are turned.
@@ -895,13 +918,9 @@ class Worker {
   void weigh_tiled(const Keys& keys, int64_t head) {
     float* sums = sums_ + head * width_ * value_dim_;
     const bf16* weights = as_bf16(packed_weights_);
-    const KeyTiles::Part values = find_values(keys, head);
+    const KeyTiles::Part& values = find_values(keys, head);
     if (beside_) return weigh_beside(weights, values, groups_of(keys), value_dim_, sums, ahead_);
-    const bf16* rows[kMostKeys];
-    for (int64_t n = 0; n < keys.count; ++n)
-      rows[n] = values.at[n / kSide] + n % kSide * values.row_bytes[n / kSide] / static_cast<int64_t>(sizeof(bf16));
-    std::fill(rows + keys.count, rows + round_up(keys.count, kDepth), rows[0]);
-    weigh_head(weights, width_, rows, keys.count, value_dim_, sums, as_bf16(packed_values_), ahead_);
+    weigh_head(weights, width_, values.row, keys.count, value_dim_, sums, as_bf16(packed_values_), ahead_);
   }
 
   // Of kSide rows those past count: 0, so that weights of 0 leave no trace of them.
@@ -910,26 +929,26 @@ class Worker {
   }
 
   // As find_keys; values that are keys have been found.
-  KeyTiles::Part find_values(const Keys& keys, int64_t head) {
-    KeyTiles::Part found = tiles_.part[0];
-    if constexpr (!Source::kValuesAreKeys && kTiles<T>) {
+  const KeyTiles::Part& find_values(const Keys& keys, int64_t head) {
+    if constexpr (Source::kValuesAreKeys || !kTiles<T>) {
+      return tiles_.part[0];
+    } else {
+      const CachedRows<T>& values = source_.values();
       for (int64_t group = 0; group < groups_of(keys); ++group) {
         const int64_t n = group * kSide;
-        if (source_.values().plain() && keys.runs[group]) {
-          const char* row = source_.values().row(keys.value.row[n], task_->first_head + head);
-          found.at[group] = reinterpret_cast<const bf16*>(row);
-          found.row_bytes[group] = source_.values().slot_bytes();
+        if (values.plain() && (keys.runs[group] || !has_tiles())) {
+          set_rows(found_values_, values, keys.value.row, keys, group, head);
           continue;
         }
         bf16* rows = as_bf16(tile_values_) + n * value_dim_;
         for (int64_t k = n; k < std::min(n + kSide, keys.count); ++k)
           source_.load_value(keys, k, task_->first_head + head, value_buffer_, as_exact(rows + (k - n) * value_dim_));
         clear_rows(rows, keys.count - n, value_dim_);
-        found.at[group] = rows;
-        found.row_bytes[group] = value_dim_ * static_cast<int64_t>(sizeof(bf16));
+        set_copies(found_values_, rows, value_dim_, group);
       }
+      std::fill(found_values_.row + groups_of(keys) * kSide, std::end(found_values_.row), found_values_.at(0));
+      return found_values_;
     }
-    return found;
   }
 
   void read_tiles(const float* sums, int64_t row) {
@@ -1080,6 +1099,7 @@ class Worker {
   std::vector<uint8_t> key_scales_across_, value_scales_across_;
 #if defined(__AVX512BF16__)
   KeyTiles tiles_;
+  KeyTiles::Part found_values_;
   NextRows next_rows_;
   int64_t due_head_ = -1;  // whose values are not weighed yet
   const Keys* due_keys_ = nullptr;
@@ -1096,7 +1116,12 @@ class Worker {
   Upcoming later_;
   const Sequence* sequence_ = nullptr;
   int64_t width_ = 0;
-  enum class Asked { nothing, slices, narrow } asked_ = Asked::nothing;  // of the task to come, and in which manner
+  enum class Asked {
+    nothing,
+    slices,
+    narrow,
+    strips
+  } asked_ = Asked::nothing;  // of the task to come, and in which manner
   bool in_place_ = false, tiled_ = false, rows_in_lanes_ = false;
   bool paired_ = false;        // in place, in products of bfloat16
   bool narrow_ = false;        // and those in tiles

@@ -53,8 +53,8 @@ class Ragged {
   std::optional<Ids> starts_;
 };
 
-// Copies one stretch of bytes after the other, each when the next is known: lines are asked for some way ahead, from one
-// stretch into the next, as a core's own prefetching begins anew with each page.
+// Copies one stretch of bytes after the other, each when the next is known: lines are asked for some way ahead, from
+// one stretch into the next, as a core's own prefetching begins anew with each page.
 class Stretches {
  public:
   void add(char* to, const char* from, int64_t bytes) {

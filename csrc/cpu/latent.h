@@ -72,7 +72,15 @@ class LatentSource {
     return i == 0 ? StoredRows<T>{&ckv_, keys.key.row} : StoredRows<T>{&kpe_, keys.value.row};
   }
 
+  // Two parts side by side, as a cache of both has them, are asked for as one row.
   void prefetch(const Keys& keys, const Wanted& wanted, Prefetcher& ahead) const {
+    const auto beside = [&](int64_t n) {
+      return ckv_.row(keys.key.row[n], 0) + ckv_.row_bytes() == kpe_.row(keys.value.row[n], 0);
+    };
+    if (wanted.first < wanted.last && beside(wanted.first) && beside(wanted.last - 1)) {
+      const int64_t bytes = ckv_.row_bytes() + kpe_.row_bytes();
+      return ahead.add(ckv_.row(0, 0), bytes, keys.key.row + wanted.first, wanted.last - wanted.first);
+    }
     ckv_.prefetch(keys.key.row, wanted, ahead);
     kpe_.prefetch(keys.value.row, wanted, ahead);
   }

@@ -13,23 +13,24 @@ inline constexpr int64_t kHere = 0;  // the offset of a row that is named by its
 // Lines go to L2: L1 is left to what is worked on.
 class Prefetcher {
  public:
-  // Rows of another list follow. What is left of the last one is given up.
-  void clear() {
+  // Rows of another list follow. What is left of the last one is given up. Those that lie apart may be `touched` at
+  // once: their first and last lines asked for. A request for a page that no TLB knows holds up all that follows until
+  // its address is found, unless others that wait for theirs come with it.
+  void clear(bool touched = false) {
     count_ = at_ = due_ = each_ = 0;
     streams_ = 1;
     pace_ = 1 << kShift;
+    touched_ = touched;
+    end_ = nullptr;
   }
 
   // `count` rows at these offsets. Beyond what the list holds rows are so long that a core follows them by itself.
   void add(const void* rows, int64_t bytes, const int64_t* offsets = &kHere, int64_t count = 1) {
     const char* first = static_cast<const char*>(rows);
-    if (bytes <= kPiece) {
-      count = std::min(count, kMost - count_);
-      for (int64_t n = 0; n < count; ++n) pieces_[count_++] = first + offsets[n];
-    } else {
-      for (int64_t n = 0; n < count; ++n) {
-        for (int64_t at = 0; at < bytes && count_ < kMost; at += kPiece) pieces_[count_++] = first + offsets[n] + at;
-      }
+    for (int64_t n = 0; touched_ && n < count; ++n) touch(first + offsets[n], bytes);
+    for (int64_t n = 0; n < count; ++n) {  // a row's last piece ends with it: what follows may never be wanted
+      for (int64_t at = 0; at < bytes && count_ < kMost; at += kPiece)
+        pieces_[count_++] = first + offsets[n] + std::min(at, bytes - kPiece);
     }
     each_ = count_;
   }
@@ -55,17 +56,27 @@ class Prefetcher {
   }
 
  private:
+  void touch(const char* row, int64_t bytes) {
+    if (row != end_) {
+      __builtin_prefetch(row, 0, 2);
+      __builtin_prefetch(row + bytes - 1, 0, 2);
+    }
+    end_ = row + bytes;
+  }
+
   static constexpr int64_t kPiece = 4 * kLine, kMost = 8 * kMostKeys;
   static constexpr int kShift = 16;  // of the pieces that are due at each step
   const char* pieces_[kMost];
   int64_t count_ = 0, at_ = 0, due_ = 0, pace_ = 1 << kShift;
   int64_t streams_ = 1, each_ = 0;  // pieces of each
+  bool touched_ = false;
+  const char* end_ = nullptr;  // of the row before
 };
 #else
 // Bytes that follow each other are one run, along which the steps go: a step takes as few instructions as it can.
 class Prefetcher {
  public:
-  void clear() {
+  void clear(bool /*touched*/ = false) {
     count_ = next_ = bytes_ = 0;
     pace_ = kLine;
     each_ = 4;

@@ -122,14 +122,13 @@ template <int R, class Ahead>
 void score_side_in_vectors(const bf16* queries, int64_t dim, const bf16* keys, int64_t stride, float* scores,
                            Ahead& ahead) {
   constexpr int kKeys = R == 1 ? 16 : R == 2 ? 8 : 4;
-  const int64_t key_bytes = stride * static_cast<int64_t>(sizeof(bf16));
   for (int64_t n = 0; n < kSide; n += kKeys) {
     Vec sums[kKeys][R] = {};
     for (int64_t d = 0; d < dim; d += kDepth) {
       ahead.step();
       const bf16* strips[R];
       for (int r = 0; r < R; ++r) strips[r] = queries + r * kSide * dim + d * kSide;
-      multiply(sums, keys + n * stride + d, key_bytes, strips);
+      multiply(sums, [&](int m) { return keys + (n + m) * stride + d; }, strips);
     }
     for (int key = 0; key < kKeys; ++key) {
       for (int r = 0; r < R; ++r) store(scores + (r * kSide + n + key) * kSide, sums[key][r]);

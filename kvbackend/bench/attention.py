@@ -66,7 +66,7 @@ def decode_mla(make: Maker, pages: Tensor, heads: int, sequences: int, context: 
     )  # fmt: skip
     calls = [dict(other, **batch) for batch in batches(make, pages, sequences, context)]
     buffer = pages.new_empty(sequences, -(-context // block_size) * block_size, width)
-    named: dict[str, peers.Peer] = {"torch index_select, matmul": _gathered_mla(pages, q, buffer, context)}
+    named: dict[str, peers.Peer] = {"torch index_select, matmul": gathered_mla(pages, q, buffer, context)}
     if others:
         named |= peers.mla_decode(pages, q, RANK, MLA_SCALE)
     return Case(
@@ -127,7 +127,8 @@ def _gathered(pools: Pools, q: Tensor, context: int, attend: Callable[..., Tenso
     return run
 
 
-def _gathered_mla(pages: Tensor, q: Tensor, buffer: Tensor, context: int) -> peers.Peer:
+def gathered_mla(pages: Tensor, q: Tensor, buffer: Tensor, context: int) -> peers.Peer:
+    """Copy the sequences' blocks into `buffer`, rows of [sequences, rows, width]; then two products of matrices."""
     blocks, rows = buffer.view(-1, *pages.shape[1:]), buffer[:, :context]
 
     def run(call: dict[str, Any]) -> Tensor:

@@ -1,15 +1,15 @@
-"""Ops that select and attend to selected tokens, at the sizes of DeepSeek-V3.2, beside torch or the dense kernel.
+"""Ops that select and attend to selected tokens, at the sizes of DeepSeek-V3.2, beside torch and SGLang's kernel.
 
-Peers that do the same work: `torch.topk`; torch's matmul over gathered keys, in buffers that exist already; its scores
-or ours as a matrix and then `torch.topk`; and mla_attention over as many tokens as were selected. Pages come from
-memory: each call takes the next of several block tables or selections.
+Peers that do the same work: `torch.topk`; torch's matmul over gathered rows, in buffers that exist already; its scores
+or ours as a matrix and then `torch.topk`; and SGLang's decode attention over a table of the selected slots. Pages come
+from memory: each call takes the next of several block tables or selections.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 from ..ops import registry
 from ..ops._samples import Maker
 from . import peers
+from .attention import MLA_SCALE, RANK, gathered_mla, latent_pages
 from .limits import matrix_limit
+from .pages import ROTATIONS, batches
 from .timing import Case
 
 POOL_BYTES = 1 << 28  # more than caches hold
@@ -112,26 +114,41 @@ def _best_of(scored: Callable[[dict[str, Any]], Tensor], call: dict[str, Any]) -
 
 
 def attention(make: Maker, *, others: bool) -> Iterator[Case]:
-    """sparse_mla_attention of one query."""
-    pages, context = _pages(make, 576), CONTEXTS[1]
+    """sparse_mla_attention of one query a sequence."""
+    pages = latent_pages()
     for heads in (16, 128):
-        q = make.randn(1, heads, 576)
-        caches = dict(ckv_cache=pages[..., :512], kpe_cache=pages[..., 512:])
-        asked = dict(q_nope=q[..., :512], q_pe=q[..., 512:], softmax_scale=0.1, **caches)
-        dense = cycle([dict(**asked, **batch) for batch in _batch(make, pages, 1, TOPK)])
-        attend = registry["mla_attention"].resolve(**next(dense))
-        sparse = [
-            dict(**asked, **batch, topk_indices=make.permutation(context)[:TOPK].sort().values[None].int())
-            for batch in _batch(make, pages, 1, context)
-        ]
-        case = f"{TOPK} of {context}, {heads} heads"
+        for sequences, context in ((1, CONTEXTS[0]), (1, CONTEXTS[1]), (8, CONTEXTS[0])):
+            yield _attention(make, pages, heads, sequences, context, others)
 
-        def peer(
-            _: dict[str, Any], attend: Callable[..., Any] = attend, dense: Iterator[dict[str, Any]] = dense
-        ) -> Any:
-            return attend(**next(dense))
 
-        yield Case(
-            "sparse_mla_attention", case, sparse, moved_bytes=2 * 576 * TOPK, operations=2 * (576 + 512) * heads * TOPK,
-            limit="row_read_gbs" if heads == 16 else matrix_limit(), peers={f"mla_attention over {TOPK}": peer},
-        )  # fmt: skip
+def _attention(make: Maker, pages: Tensor, heads: int, sequences: int, context: int, others: bool) -> Case:
+    num_blocks, block_size, width = pages.shape
+    q = make.randn(sequences, heads, width)
+    asked = dict(
+        q_nope=q[..., :RANK], q_pe=q[..., RANK:], ckv_cache=pages[..., :RANK], kpe_cache=pages[..., RANK:],
+        softmax_scale=MLA_SCALE,
+    )  # fmt: skip
+    calls, slots = [], {}
+    for batch in islice(cycle(batches(make, pages, sequences, context)), ROTATIONS):
+        chosen = torch.stack([make.permutation(context)[:TOPK].sort().values for _ in range(sequences)])
+        calls.append(dict(asked, **batch, topk_indices=chosen.int()))
+        block = batch["block_table"].gather(1, chosen // block_size)
+        slots[calls[-1]["topk_indices"].data_ptr()] = (block * block_size + chosen % block_size).int()
+    lengths = make.ints([TOPK] * sequences)
+
+    def over_slots(dense: peers.Peer, call: dict[str, Any]) -> Tensor:
+        """Attention to a cache of as many tokens as were selected, in blocks of one row."""
+        selected = slots[call["topk_indices"].data_ptr()]
+        return dense(dict(block_table=selected, seq_lens=lengths, softmax_scale=MLA_SCALE))
+
+    rows = pages.view(num_blocks * block_size, 1, width)
+    gathered = gathered_mla(rows, q, pages.new_empty(sequences, TOPK, width), TOPK)
+    named: dict[str, peers.Peer] = {"torch index_select, matmul": partial(over_slots, gathered)}
+    if others and peers.has("decode_attention_cpu"):
+        sgl = peers.sgl_decode(q, rows, rows[..., :RANK], 1, MLA_SCALE)
+        named["sgl decode_attention"] = partial(over_slots, sgl)
+    return Case(
+        "sparse_mla_attention", f"{sequences} x {TOPK} of {context}, {heads} heads", calls, peers=named,
+        moved_bytes=2 * sequences * width * TOPK, operations=2 * sequences * (width + RANK) * heads * TOPK,
+        limit="row_read_gbs" if heads == 16 else matrix_limit(),
+    )  # fmt: skip
